@@ -1,0 +1,112 @@
+# Every command of the project, run from the checkout. `make` alone lists them.
+# Nothing is done twice: an environment, a cache, a run that is there is used.
+
+CONFIG ?= configs/smollm2-135m.toml
+CACHE ?= caches/$(basename $(notdir $(CONFIG)))
+RUN ?= runs/$(basename $(notdir $(CONFIG)))
+SET ?=
+TORCH ?= 2.13.0
+
+MAKEFLAGS += --no-builtin-rules
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# PYTHON= names an environment of the user's, which is only completed. Without it there is .venv, which is ours.
+ifdef PYTHON
+READY := complete-environment
+else
+PYTHON := .venv/bin/python
+READY := .venv/.ready-$(TORCH)-$(firstword $(shell cksum pyproject.toml))
+endif
+
+# What the embedded default needs is built when the configuration names it.
+EMBEDDED := $(if $(findstring models/smollm2-135m,$(file <$(CONFIG))),embedded)
+
+IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+HAS_TORCH := import sys, importlib.metadata as m; sys.exit([int(n) for n in m.version("torch").split(".")[:2]] < [2, 11])
+
+.PHONY: help
+help:
+	@echo "make setup      the Python environment: .venv, with torch $(TORCH)"
+	@echo "make extract    data and target to a cache of hidden states"
+	@echo "make train      all that is missing, then a drafter from the cache (continues an unfinished run)"
+	@echo "make stats      what a cache holds"
+	@echo "make verify     whether every byte of a cache is as it was written"
+	@echo "make evaluate   live speculative decoding with the run's drafter: acceptance length, losslessness"
+	@echo "make test       the tests; make test-gpu: those that need a GPU"
+	@echo "make lint       style"
+	@echo
+	@echo "Variables, after the command:"
+	@echo "  CONFIG=$(CONFIG)"
+	@echo "  CACHE=$(CACHE)"
+	@echo "  RUN=$(RUN)"
+	@echo "  SET=\"train.lr=3e-4 train.max_steps=100\"   override keys of the configuration"
+	@echo "  TORCH=$(TORCH)   the version that setup installs"
+	@echo "  PYTHON=/path/to/python   use that environment, which has torch 2.11 or newer, instead of .venv"
+
+.PHONY: setup
+setup: $(READY)
+
+.venv/.ready-%:
+	@echo "setup: making .venv with torch $(TORCH); the first time this downloads a few hundred megabytes"
+	@.venv/bin/python -m pip --version >/dev/null 2>&1 || { \
+		for python in python3 python3.14 python3.13 python3.12 python3.11 none; do \
+			if [ $$python = none ]; then echo "error: no Python 3.11 or newer was found: install one, or name one" \
+				"that has torch with PYTHON=/path/to/python" >&2; exit 1; fi; \
+			$$python -c '$(IS_NEW_ENOUGH)' 2>/dev/null && break; \
+		done; \
+		$$python -m venv --clear .venv; }
+	.venv/bin/python -m pip install --quiet --upgrade pip
+	.venv/bin/python -m pip install torch==$(TORCH)
+	.venv/bin/python -m pip install --quiet --group run --group test
+	@rm -f .venv/.ready-*
+	@touch $@
+
+.PHONY: complete-environment
+complete-environment:
+	@$(PYTHON) -c '$(IS_NEW_ENOUGH)' || { echo "error: PYTHON=$(PYTHON) is no Python 3.11 or newer" >&2; exit 1; }
+	@$(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null || { echo "error: PYTHON=$(PYTHON) has no torch 2.11 or newer: install" \
+		"the build for your machine there, or leave PYTHON= out" >&2; exit 1; }
+	@$(PYTHON) -m pip install --quiet 'pip>=25.1'
+	$(PYTHON) -m pip install --quiet --group run --group test
+
+.PHONY: embedded
+embedded: $(READY)
+	$(PYTHON) -m extract.embedded
+
+.PHONY: extract
+extract: $(READY) $(EMBEDDED)
+	$(PYTHON) -m extract --config $(CONFIG) --cache $(CACHE) $(SET)
+
+.PHONY: complete-cache
+complete-cache: $(READY)
+	@echo "extract: $(CACHE) is complete, straight to training"
+
+.PHONY: train
+train: $(if $(wildcard $(CACHE)/complete.json),complete-cache,extract)
+	$(PYTHON) -m train --config $(CONFIG) --cache $(CACHE) --run $(RUN) --resume $(SET)
+
+.PHONY: stats
+stats: $(READY)
+	$(PYTHON) -m shards stats $(CACHE)
+
+.PHONY: verify
+verify: $(READY)
+	$(PYTHON) -m shards verify $(CACHE)
+
+.PHONY: evaluate
+evaluate: $(READY) $(EMBEDDED)
+	$(PYTHON) -m speculate --config $(CONFIG) --run $(RUN) --json $(RUN)/speculate.json $(SET)
+
+.PHONY: test
+test: $(READY)
+	$(PYTHON) -m pytest -m "not gpu"
+
+.PHONY: test-gpu
+test-gpu: $(READY)
+	$(PYTHON) -m pytest -m gpu
+
+.PHONY: lint
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .

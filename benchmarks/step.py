@@ -1,0 +1,131 @@
+"""`python -m benchmarks.step CONFIG`: the training step on one GPU, captured, at the shapes of a config.
+
+Correctness first: replayed losses must equal the same steps run uncaptured, bit for bit. Then the median and spread
+of the step, token slots per second, and the model's arithmetic rate: block, context and head products of forward and
+backward (the head has no weight gradient; fc counts like any other layer), attention not counted.
+"""
+
+import argparse
+import itertools
+import json
+import platform
+import statistics
+import sys
+import threading
+from typing import Any
+
+import torch
+
+from benchmarks.synthetic import fill_rows, random_trainer
+from shards.errors import UsageError, run_command
+from train.__main__ import quiet_thread_starters
+from train.config import RunConfig
+from train.trainer import Trainer
+
+CHECKED_STEPS = 3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__.split("\n")[0])
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file of configs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--documents", type=int, default=4, help="documents of equal length in a row (default: 4)")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps (default: 20)")
+    parser.add_argument("--json", action="store_true")
+    return run_command(lambda: run(parser.parse_intermixed_args()))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        raise UsageError("benchmarks.step measures a CUDA GPU, and there is none")
+    config = RunConfig.load(arguments.config, [*arguments.overrides, "train.gpus=[0]"])
+    if config.train.num_micro_steps(1) != 1:
+        raise UsageError(
+            "benchmarks.step measures one micro-step a step: set train.rows_per_step to rows_per_micro_step"
+        )
+    quiet_thread_starters()
+    torch.autograd.set_multithreading_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    device = torch.device("cuda", 0)
+    length = config.cache.row_tokens // arguments.documents
+    trainer = random_trainer(config, device)
+    documents = [[length] * arguments.documents] * config.train.rows_per_micro_step
+    fill_rows(trainer.rows, documents, config.target.vocab_size, seed=1)
+    check_replay_equals_eager(trainer)
+    result = environment() | measure(config, trainer, num_steps=arguments.steps)
+    print(json.dumps(result, indent=1) if arguments.json else "\n".join(f"{k:24}{v}" for k, v in result.items()))
+    return 0
+
+
+def check_replay_equals_eager(trainer: Trainer) -> None:
+    """Run steps by replay and again uncaptured from the same state; every loss and weight must agree to the bit."""
+    saved = {name: tensor.cpu() for name, tensor in trainer.flat.state().items()}
+
+    def losses(step) -> list[float]:
+        for name, tensor in trainer.flat.state().items():
+            tensor.copy_(saved[name])
+        trainer.flat.refresh_weights()
+        for counter in trainer.step.counters:
+            counter.zero_()
+        values = []
+        for _ in range(CHECKED_STEPS):
+            step()
+            values.append((trainer.step.metrics.sums[0] / trainer.step.metrics.sums[1]).item())
+            trainer.step.metrics.reset()
+        return [*values, trainer.flat.masters.double().sum().item()]
+
+    replayed = losses(trainer.step.whole_step)
+    eager = losses(trainer.step.whole_step.function)
+    if replayed != eager:
+        sys.exit(f"replayed and uncaptured steps differ: {replayed} and {eager}")
+
+
+def measure(config: RunConfig, trainer: Trainer, *, num_steps: int) -> dict[str, Any]:
+    torch.cuda.reset_peak_memory_stats()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        trainer.step.micro_step(0)
+        event.record()
+    torch.cuda.synchronize()
+    times_ms = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+    median_ms = statistics.median(times_ms)
+    slots = config.train.rows_per_step * config.cache.row_tokens
+    return {
+        "config": f"T {config.cache.row_tokens}, N {config.train.num_anchors}, rows {config.train.rows_per_step}",
+        "precision": config.train.precision,
+        "step_ms": round(median_ms, 2),
+        "step_ms_min_max": [round(times_ms[0], 2), round(times_ms[-1], 2)],
+        "tokens_per_second": round(slots / median_ms * 1000),
+        "model_tflops": round(model_flop(config) / median_ms / 1e9, 1),
+        "peak_memory_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2),
+        "python_threads": threading.active_count(),
+    }
+
+
+def model_flop(config: RunConfig) -> int:
+    """Floating-point operations of the matrix products of one step, forward and backward."""
+    drafter, hidden = config.drafter, config.target.hidden_size
+    tokens = config.train.rows_per_step * config.cache.row_tokens
+    blocks = config.train.rows_per_step * config.train.num_anchors
+    slots = blocks * drafter.block_size
+    query, key = (drafter.head_dim * n for n in (drafter.num_attention_heads, drafter.num_key_value_heads))
+    per_slot = hidden * (2 * query + 2 * key + 3 * drafter.intermediate_size)
+    trained = tokens * len(drafter.target_layer_ids) * hidden * hidden
+    trained += drafter.num_layers * (slots * per_slot + tokens * hidden * 2 * key)
+    head_products = 2 * blocks * (drafter.block_size - 1) * hidden * config.target.vocab_size
+    return 2 * (3 * trained + head_products)
+
+
+def environment() -> dict[str, str]:
+    return {
+        "gpu": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

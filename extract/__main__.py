@@ -1,0 +1,72 @@
+"""`python -m extract`: makes the cache that a configuration describes, or what is missing of it.
+
+Run plainly it is the launcher: it refuses what can be refused, plans, and starts one worker for each GPU through
+torch's elastic launcher. Run by `torchrun`, on one machine or several, it is a worker. torch and transformers are
+imported late, so that help, mistakes and finished caches are answered at once.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from extract.check import check
+from extract.job import Job
+from shards.errors import EXIT_FAILED, run_command
+
+DESCRIPTION = "Run a target over the data and store its hidden states, as the configuration file says."
+EPILOG = """\
+Only what is missing is done: published shards are kept, and a complete cache is left as it is.
+Any configuration key can be overridden: python -m extract --config F cache.layers=[1,8,14] extract.gpus=[0,1]
+Exit codes: 0 complete; 1 failed or interrupted, the same command continues; 2 wrong usage, nothing was written."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run_command(lambda: start(arguments))
+    except KeyboardInterrupt:
+        print("interrupted, run again to continue", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m extract",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="the TOML file, see configs/")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="the cache to make (default: caches/<config name>)")
+    parser.add_argument("--check", action="store_true", help="print plan, bytes and disk speed needed, and do nothing")
+    parser.add_argument("--json", action="store_true", help="with --check: print JSON")
+    parser.add_argument(
+        "--tokens-per-second",
+        type=float,
+        default=30_000.0,  # an 8B target on an H200
+        metavar="N",
+        help="with --check: the speed of one worker to reckon with (default: %(default)s)",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a configuration key")
+    return parser.parse_intermixed_args(argv)
+
+
+def start(arguments: argparse.Namespace) -> None:
+    job = Job.load(arguments.config, arguments.overrides, arguments.cache)
+    if arguments.check:
+        check(job, worker_tokens_per_s=arguments.tokens_per_second, as_json=arguments.json)
+        return
+    if job.is_complete():
+        print(f"{job.directory} is complete: nothing to extract")
+        return
+    from extract.run import extract, extract_as_worker
+
+    (extract_as_worker if "TORCHELASTIC_RUN_ID" in os.environ else extract)(job)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

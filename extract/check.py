@@ -1,0 +1,118 @@
+"""`python -m extract --check`: what an extraction would make and need. Touches no GPU and no weights, writes nothing.
+
+Where the data or the target is not there yet, figures are given for a million tokens instead of for the plan.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from extract.job import Job
+from extract.sizes import bytes_per_slot, cache_bytes, free_bytes, target_bytes
+from shards.manifest import Plan
+
+ASSUMED_FILL = 0.98  # of rows that are not planned yet
+MILLION = 1_000_000
+
+
+def check(job: Job, *, worker_tokens_per_s: float, as_json: bool) -> None:
+    """Print the resolved plan, reckoning with workers of the given speed."""
+    plan = _plan(job)
+    figures = plan_figures(job, plan, worker_tokens_per_s)
+    print(json.dumps(figures, indent=1) if as_json else _format(job, plan, figures))
+
+
+def plan_figures(job: Job, plan: Plan | None, worker_tokens_per_s: float) -> dict[str, Any]:
+    """The figures, by their stable names."""
+    fill = fill_of(plan, job.cache.row_tokens) if plan else ASSUMED_FILL
+    slot_bytes = bytes_per_slot(job.target, job.cache)
+    num_workers = len(job.extract.gpus or [0])
+    figures = {
+        "cache": str(job.directory),
+        "row_tokens": job.cache.row_tokens,
+        "target_layer_ids": list(job.cache.layers),
+        "codec": job.cache.codec,
+        "fill": fill,
+        "bytes_per_slot": slot_bytes,
+        "bytes_per_token": slot_bytes / fill,
+        "bytes_per_million_tokens": round(MILLION * slot_bytes / fill),
+        "target_bytes": target_bytes(job.target),
+        "disk_free_bytes": free_bytes(job.directory),
+        "workers": num_workers,
+        "tokens_per_second": num_workers * worker_tokens_per_s,
+        "disk_write_bytes_per_second": round(num_workers * worker_tokens_per_s * slot_bytes / fill),
+    }
+    if plan is None:
+        return figures
+    return figures | {
+        "rows": plan.num_rows,
+        "train_rows": plan.num_train_rows,
+        "shards": plan.num_shards,
+        "documents": plan.num_documents,
+        "heldout_documents": plan.num_heldout_documents,
+        "truncated_documents": plan.num_truncated,
+        "left_out_documents": plan.num_left_out,
+        "tokens": plan.num_tokens,
+        "supervised_tokens": plan.num_supervised_tokens,
+        "total_bytes": cache_bytes(job.target, job.cache, plan),
+    }
+
+
+def describe_plan(plan: Plan, row_tokens: int) -> str:
+    """The plan in one sentence, with what was left out of it and why."""
+    parts = [
+        f"{plan.num_documents:,} documents ({plan.num_heldout_documents:,} held out)",
+        f"{plan.num_tokens:,} tokens ({plan.num_supervised_tokens:,} supervised)",
+        f"{plan.num_rows:,} rows {fill_of(plan, row_tokens):.1%} full",
+        f"{plan.num_shards:,} shards",
+    ]
+    if plan.num_truncated:
+        parts.append(f"{plan.num_truncated:,} truncated")
+    parts += [f"{count:,} left out ({reason})" for reason, count in plan.num_left_out.items()]
+    return ", ".join(parts)
+
+
+def fill_of(plan: Plan, row_tokens: int) -> float:
+    return plan.num_tokens / (plan.num_rows * row_tokens)
+
+
+def _plan(job: Job) -> Plan | None:
+    """The plan, if what it is made from is there."""
+    if not all(Path(path).exists() for path in (job.target.path, *job.data.files)):
+        return None
+    from extract.prepare import plan_rows  # imports transformers, which the figures alone don't need
+    from extract.target import check_mask_token, read_architecture
+    from extract.tokenise import Encoder
+
+    encoder = Encoder.load(read_architecture(job.target, job.cache).folder)
+    check_mask_token(job.target, encoder)
+    return plan_rows(job, encoder)[0]
+
+
+def _format(job: Job, plan: Plan | None, figures: dict[str, Any]) -> str:
+    """The figures for people."""
+    target, cache, f = job.target, job.cache, figures
+    if plan:
+        planned, needed = describe_plan(plan, cache.row_tokens), _size(f["total_bytes"])
+    else:
+        planned = f"none yet: {target.path} or the data is missing"
+        needed = f"{_size(f['bytes_per_million_tokens'])} for a million tokens, and {_size(f['target_bytes'])} once"
+    workers = f"{f['workers']} × {f['tokens_per_second'] / f['workers']:,.0f}"
+    lines = {
+        "target": f"{target.path}: {target.num_layers} layers, hidden size {target.hidden_size}, {target.dtype}",
+        "stored": f"layers {list(cache.layers)} as {cache.codec}, in rows of {cache.row_tokens} tokens",
+        "plan": planned,
+        "bytes": f"{f['bytes_per_slot']:,} a slot, {f['bytes_per_token']:,.0f} a token at {f['fill']:.1%} fill",
+        "disk": f"{needed}; {_size(f['disk_free_bytes'])} free for {job.directory}",
+        "speed": f"{f['tokens_per_second']:,.0f} tok/s ({workers}) need a disk that writes "
+        f"{_size(f['disk_write_bytes_per_second'])}/s",
+    }
+    return "\n".join(f"{name:<7} {text}" for name, text in lines.items())
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.2f} TB"

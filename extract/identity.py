@@ -1,0 +1,93 @@
+"""Content hashes: what a cache was made from, independent of where that lies and what it is called."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from shards.errors import CacheError, UsageError
+from shards.manifest import Identity
+
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+TEMPLATE_FILE = "chat_template.jinja"
+NAMES = {  # in the order in which they are compared: what is cheap to compute and likely to change first
+    "data": "data (data.files)",
+    "chat_template": "chat template",
+    "tokenizer": "tokenizer",
+    "target": "target (weights or config.json)",
+}
+
+
+def compute_identity(folder: Path, tokenizer: PreTrainedTokenizerBase, data_files: Sequence[str]) -> Identity:
+    return Identity(
+        target=hash_target(folder),
+        tokenizer=hash_tokenizer(folder),
+        chat_template=hash_template(tokenizer),
+        data=hash_data(data_files),
+    )
+
+
+def check_identity(made_with: Identity, found: Identity, cache: Path) -> None:
+    """Raise CacheError naming the first thing that is not what the cache was made with."""
+    for key, name in NAMES.items():
+        before, now = getattr(made_with, key), getattr(found, key)
+        if before != now:
+            raise CacheError(
+                f"the {name} has changed since {cache} was begun: sha256 {before[:16]}… then, {now[:16]}… now; "
+                "restore what it was made with, or extract into another directory"
+            )
+
+
+def hash_target(folder: Path) -> str:
+    """Of config.json and all weight files, with their names, which an index refers to."""
+    weights = sorted(path for pattern in WEIGHT_PATTERNS for path in folder.glob(pattern))
+    if not weights:
+        raise UsageError(f"target.path is {folder}, which has no weights (*.safetensors or *.bin)")
+    return _hash_named((path.name, hash_file(path)) for path in [folder / "config.json", *weights])
+
+
+def hash_tokenizer(folder: Path) -> str:
+    """Of the tokenizer's files; a chat template inside one is left out, it has a hash of its own."""
+    present = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return _hash_named((path.name, _hash_tokenizer_file(path)) for path in present)
+
+
+def hash_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    template = tokenizer.get_chat_template() if tokenizer.chat_template is not None else ""
+    return hashlib.sha256(template.encode()).hexdigest()
+
+
+def hash_data(files: Sequence[str]) -> str:
+    """Of the contents, in the order in which the config names them."""
+    return _hash_named(("", hash_file(Path(file))) for file in files)
+
+
+def hash_file(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _hash_tokenizer_file(path: Path) -> str:
+    if path.name != "tokenizer_config.json":
+        return hash_file(path)
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values.pop("chat_template", None)
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _hash_named(hashes: Iterable[tuple[str, str]]) -> str:
+    return hashlib.sha256("".join(f"{name}\0{digest}\n" for name, digest in hashes).encode()).hexdigest()

@@ -1,0 +1,55 @@
+"""What a cache will weigh, and whether the disk has room for it, before anything is loaded or written."""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from shards.config import CacheConfig, TargetConfig
+from shards.errors import UsageError
+from shards.manifest import Plan
+
+BYTES_PER_VALUE = {"bf16": 2}
+SLOT_BYTES = 3 * 4 + 2 * 1  # input, position and document id; loss mask and source id
+SHARD_OVERHEAD_BYTES = 1 << 18  # metadata, checksums, indexes, and the last block of each file
+TOKEN_BYTES = 5  # of plan/: id and loss mask; the columns of documents are small beside it
+TOKENIZER_BYTES = 1 << 25
+
+
+def bytes_per_slot(target: TargetConfig, cache: CacheConfig) -> int:
+    num_states = len(cache.layers) + cache.final_hidden
+    return num_states * target.hidden_size * BYTES_PER_VALUE[cache.codec] + SLOT_BYTES
+
+
+def target_bytes(target: TargetConfig) -> int:
+    """Of target/: the embedding and a head of the same size, as if they were not tied."""
+    value_bytes = {"float32": 4, "bfloat16": 2}[target.dtype]
+    return 2 * target.vocab_size * target.hidden_size * value_bytes + TOKENIZER_BYTES
+
+
+def shards_bytes(target: TargetConfig, cache: CacheConfig, plan: Plan, shards: Iterable[int]) -> int:
+    """Of these shards of the plan, together."""
+    row_bytes = cache.row_tokens * bytes_per_slot(target, cache)
+    return sum(len(plan.shard_rows(shard)) * row_bytes + SHARD_OVERHEAD_BYTES for shard in shards)
+
+
+def cache_bytes(target: TargetConfig, cache: CacheConfig, plan: Plan) -> int:
+    """Of the whole cache."""
+    shards = shards_bytes(target, cache, plan, range(plan.num_shards))
+    return shards + target_bytes(target) + plan.num_tokens * TOKEN_BYTES
+
+
+def free_bytes(directory: Path) -> int:
+    """Free on the disk that holds `directory`, or will."""
+    while not directory.exists():
+        directory = directory.absolute().parent
+    return shutil.disk_usage(directory).free
+
+
+def require_room(directory: Path, needed_bytes: int) -> None:
+    """Raise UsageError unless the disk of `directory` has room for `needed_bytes` more."""
+    free = free_bytes(directory)
+    if needed_bytes > free:
+        raise UsageError(
+            f"{directory} needs {needed_bytes:,} bytes more and its disk has {free:,} free, "
+            f"{needed_bytes - free:,} too few: make room, name another --cache, or take fewer layers or documents"
+        )

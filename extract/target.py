@@ -1,0 +1,207 @@
+"""The target: checked against the configuration, loaded, and run over packed rows with every document on its own.
+
+A row holds many documents. Each must come out as if it had been run alone, so positions start from 0 in every document
+and the attention mask is explicit. That cannot be had from targets that carry a state along the row: they are refused,
+as is whatever else would come out wrong in silence. Only the layers up to the last captured one are loaded and run,
+unless the final hidden state is wanted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from extract.tokenise import Encoder, first_line
+from shards.config import CacheConfig, TargetConfig
+from shards.errors import UsageError
+
+ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+# Rotary frequencies that do not depend on the longest position of the row, which would be a neighbour's.
+STATIC_ROPE_TYPES = {"default", "linear", "llama3", "proportional", "yarn"}
+
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What a checkpoint's config.json says, found to be something that packed rows can be run through."""
+
+    folder: Path
+    dtype: torch.dtype
+    config: PreTrainedConfig
+    model_class: type[PreTrainedModel]
+
+    @property
+    def text_config(self) -> PreTrainedConfig:
+        return self.config.get_text_config()
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of attention of each decoder layer."""
+        kind = "full_attention" if getattr(self.text_config, "sliding_window", None) is None else "sliding_attention"
+        named = getattr(self.text_config, "layer_types", None)
+        return list(named or [kind] * self.text_config.num_hidden_layers)
+
+
+def read_architecture(target: TargetConfig, cache: CacheConfig) -> Architecture:
+    """Read the config.json of `target.path`; raise UsageError if its sizes or kind are not what we can extract from."""
+    folder = Path(target.path)
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"target.path is {folder}, which has no config.json: name a folder in transformers' layout")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
+        reason = first_line(error.__cause__ or error)
+        raise UsageError(f"{folder}/config.json describes no target that can be run: {reason}") from None
+    architecture = Architecture(
+        folder=folder, dtype=getattr(torch, target.dtype), config=config, model_class=type(model)
+    )
+    _check_sizes(target, architecture.text_config)
+    _check_kind(architecture, model, cache)
+    return architecture
+
+
+def check_mask_token(target: TargetConfig, encoder: Encoder) -> None:
+    """Raise UsageError if target.mask_token_id is a token that ends or pads text."""
+    tokenizer = encoder.tokenizer
+    taken = {"the tokenizer's pad": tokenizer.pad_token_id, "the tokenizer's eos": tokenizer.eos_token_id}
+    if Path(target.path, "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(target.path, local_files_only=True)
+        taken |= {"the generation config's pad": generation.pad_token_id}
+        taken |= {"the generation config's eos": generation.eos_token_id}
+    for name, ids in taken.items():
+        if target.mask_token_id in (ids if isinstance(ids, list) else [ids]):
+            raise UsageError(f"target.mask_token_id is {target.mask_token_id}, {name} token: name one that no text has")
+
+
+def load_model(architecture: Architecture, num_layers: int, device: torch.device) -> PreTrainedModel:
+    """Load the target with its first `num_layers` decoder layers only; the other weights are not read."""
+
+    class FirstLayers(architecture.model_class):  # type: ignore[name-defined, misc]
+        def __init__(self, config: PreTrainedConfig) -> None:
+            super().__init__(config)
+            del self.get_decoder().layers[num_layers:]
+
+    try:
+        model, report = FirstLayers.from_pretrained(
+            architecture.folder,
+            config=architecture.config,
+            dtype=architecture.dtype,
+            attn_implementation="sdpa",
+            device_map=str(device),
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UsageError(f"the target in {architecture.folder} cannot be loaded: {first_line(error)}") from None
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise UsageError(f"{architecture.folder} lacks {len(missing)} weights of the target, the first is {missing[0]}")
+    return model.eval()
+
+
+class Target:
+    """A loaded target and the hooks that capture its layers."""
+
+    def __init__(self, architecture: Architecture, cache: CacheConfig, device: torch.device) -> None:
+        self.num_layers = architecture.text_config.num_hidden_layers
+        self.hidden_size = architecture.text_config.hidden_size
+        self.final_hidden = cache.final_hidden
+        self.captured_layers = [*cache.layers, *([self.num_layers] if cache.final_hidden else [])]
+        self.device = device
+        num_loaded = self.num_layers if cache.final_hidden else cache.layers[-1] + 1
+        self.decoder = load_model(architecture, num_loaded, device).get_decoder()
+        self.attention_kinds = set(architecture.layer_types[:num_loaded])
+        self.sliding_window = getattr(architecture.text_config, "sliding_window", None)
+        self._captured: dict[int, Tensor] = {}
+        for layer in cache.layers:
+            self._capture(layer, self.decoder.layers[layer])
+
+    def _capture(self, layer: int, module: nn.Module) -> None:
+        def hook(_module: nn.Module, _arguments: Any, output: Any) -> None:
+            self._captured[layer] = output[0] if isinstance(output, tuple) else output
+
+        module.register_forward_hook(hook)
+
+    @torch.inference_mode()
+    def run(self, input_ids_RT: Tensor, position_ids_RT: Tensor, document_ids_RT: Tensor) -> dict[int, Tensor]:
+        """Hidden states [R, T, H] by captured layer; the final one, after the norm, stands under num_layers.
+
+        Padding slots have document id −1 and come out as something finite and meaningless.
+        """
+        output = self.decoder(
+            input_ids=input_ids_RT,
+            position_ids=position_ids_RT,
+            attention_mask=self._attention_mask(document_ids_RT),
+            use_cache=False,
+        )
+        captured, self._captured = self._captured, {}
+        return captured | ({self.num_layers: output.last_hidden_state} if self.final_hidden else {})
+
+    def _attention_mask(self, document_ids_RT: Tensor) -> Tensor | dict[str, Tensor]:
+        """One mask, or one for each kind of layer, which every family with mixed kinds accepts."""
+        windows = {"full_attention": None, "sliding_attention": self.sliding_window}
+        masks = {kind: isolation_mask(document_ids_RT, windows[kind]) for kind in self.attention_kinds}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def isolation_mask(document_ids_RT: Tensor, sliding_window: int | None = None) -> Tensor:
+    """bool [R, 1, T, T], true where a query slot may see a key slot: the same document, not later, inside the window.
+
+    Padding counts as one document, so that every slot sees at least itself.
+    """
+    slots_T = torch.arange(document_ids_RT.shape[1], device=document_ids_RT.device)
+    distance_TT = slots_T[:, None] - slots_T[None, :]
+    visible_TT = distance_TT >= 0
+    if sliding_window is not None:
+        visible_TT &= distance_TT < sliding_window
+    return (document_ids_RT[:, None, :, None] == document_ids_RT[:, None, None, :]) & visible_TT
+
+
+def _check_sizes(target: TargetConfig, config: PreTrainedConfig) -> None:
+    names = {"hidden_size": "hidden_size", "num_layers": "num_hidden_layers", "vocab_size": "vocab_size"}
+    found = {key: getattr(config, name, None) for key, name in names.items()}
+    for key, value in found.items():
+        if getattr(target, key) != value:
+            raise UsageError(f"target.{key} is {getattr(target, key)}, but {target.path}/config.json says {value}")
+
+
+def _check_kind(architecture: Architecture, model: PreTrainedModel, cache: CacheConfig) -> None:
+    """Raise UsageError for targets whose packed rows would come out wrong. `model` has no weights."""
+    config, name = architecture.text_config, f"the target in {architecture.folder}"
+    kinds = set(architecture.layer_types) - ATTENTION_KINDS
+    if model._is_stateful or kinds:
+        what = f"layers of the kind {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
+        raise UsageError(f"{name} has {what}: documents in one row would leak into each other, so it is refused")
+    if not model._supports_sdpa or getattr(config, "attn_logit_softcapping", None) is not None:
+        raise UsageError(
+            f"{name} ({config.model_type}) has an attention that can't be computed with a mask for each row"
+        )
+    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
+        raise UsageError(f"{name} is of the family {config.model_type}, whose decoder layers are in no known place")
+    rope_types = set(_rope_types(getattr(config, "rope_parameters", None)))
+    if rope_types - STATIC_ROPE_TYPES:
+        found = ", ".join(sorted(rope_types - STATIC_ROPE_TYPES))
+        raise UsageError(f"{name} has rotary scaling that depends on the longest document of a row ({found})")
+    if cache.row_tokens > getattr(config, "max_position_embeddings", cache.row_tokens):
+        raise UsageError(
+            f"cache.row_tokens is {cache.row_tokens}, but {name} has only {config.max_position_embeddings} positions"
+        )
+
+
+def _rope_types(parameters: dict[str, Any] | None) -> Iterator[str]:
+    """The rotary types in a config's rope_parameters, which may be nested by the kind of layer."""
+    for key, value in (parameters or {}).items():
+        if isinstance(value, dict):
+            yield from _rope_types(value)
+        elif key == "rope_type":
+            yield value

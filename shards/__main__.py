@@ -1,0 +1,76 @@
+"""`python -m shards COMMAND CACHE`: look into a cache and look after it."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from shards.errors import EXIT_FAILED, CacheError, run_command
+from shards.manifest import MANIFEST_FILE, Manifest
+from shards.stats import cache_statistics, format_statistics
+from shards.verify import Part, count_files, verify
+
+tqdm.monitor_interval = 0  # it would start a thread
+
+
+def stats_command(cache: Path, as_json: bool) -> None:
+    statistics = cache_statistics(cache)
+    if as_json:
+        print(json.dumps(statistics, indent=1))
+    else:
+        print(format_statistics(statistics, Manifest.read(cache).plan.num_shards))
+
+
+def verify_command(cache: Path, as_json: bool) -> int:
+    """Print one line for each fault as it is found, then a closing one; exit 1 if there were any."""
+    num_shards, num_files = 0, 0
+    faults: list[str] = []
+    for part in _parts(cache):
+        num_shards += part.num_shards
+        num_files += part.num_files
+        faults += part.faults
+        for fault in () if as_json else part.faults:
+            tqdm.write(fault)
+    if as_json:
+        print(json.dumps({"shards": num_shards, "files": num_files, "faults": faults}, indent=1))
+    else:
+        verdict = f"{len(faults)} faults" if faults else "no faults"
+        print(f"{num_shards} shards, {num_files} files verified: {verdict}")
+    return EXIT_FAILED if faults else 0
+
+
+def _parts(cache: Path) -> Iterator[Part]:
+    """The parts of the cache, with a progress bar on a terminal. A damaged manifest is the only part there is."""
+    try:
+        manifest = Manifest.read(cache)
+    except CacheError as error:
+        if not (cache / MANIFEST_FILE).exists():
+            raise  # this is no cache, rather than a damaged one
+        yield Part(faults=(str(error),))
+        return
+    with tqdm(total=count_files(manifest), unit="file", disable=None) as progress:
+        for part in verify(cache, manifest):
+            progress.update(part.num_files)
+            yield part
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m shards", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, run, summary in (
+        ("stats", stats_command, "what the cache holds, in figures"),
+        ("verify", verify_command, "find everything that is wrong with it; exit 1 if anything is"),
+    ):
+        command = commands.add_parser(name, help=summary, description=summary)
+        command.set_defaults(run=run)
+        command.add_argument("cache", type=Path, metavar="CACHE", help="directory of the cache")
+        command.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    return run_command(lambda: options.run(options.cache, options.json))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

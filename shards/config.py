@@ -1,0 +1,219 @@
+"""Configuration files: one TOML per target, read by both stages, each its own sections.
+
+This module loads the file, applies `section.key=value` overrides and owns the three sections that describe a cache:
+`[target]`, `[data]` and `[cache]`. The other sections belong to the packages that use them.
+"""
+
+import dataclasses
+import difflib
+import functools
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+from shards.errors import UsageError
+
+SECTIONS = ("target", "data", "cache", "extract", "drafter", "train", "speculate")
+CHUNK_TOKENS = 512  # tokens of one stored chunk of hidden states
+
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """The frozen large model. The sizes are stated so that `--check` needs no weights; extraction compares them."""
+
+    path: str  # local folder in transformers' layout
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # the target runs in this, and its head is stored in it
+    hidden_size: int
+    num_layers: int  # decoder layers
+    vocab_size: int  # rows of the embedding
+    mask_token_id: int  # fills the slots to predict; never a token that text contains
+
+    def __post_init__(self) -> None:
+        require_positive(self, "target", "hidden_size", "num_layers", "vocab_size")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise UsageError(
+                f"target.mask_token_id is {self.mask_token_id}, outside the embedding: "
+                f"it must be in 0..{self.vocab_size - 1}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which documents, and which of them are held out."""
+
+    files: tuple[str, ...]  # JSONL; each line has `messages` or `text`, and may have `source`
+    max_documents: int | None = None  # read no more than the first so many, for a quick try; None: all
+    holdout_fraction: float = 0.02  # share of documents that training never sees, chosen by content hash
+    over_length: Literal["truncate", "drop"] = "truncate"  # what happens to a document longer than a row
+    seed: int = 0  # of the order in which documents are packed
+
+    def __post_init__(self) -> None:
+        if not self.files:
+            raise UsageError("data.files is empty: name at least one JSONL file")
+        if self.max_documents is not None:
+            require_positive(self, "data", "max_documents")
+        if not 0.0 <= self.holdout_fraction < 1.0:
+            raise UsageError(f"data.holdout_fraction is {self.holdout_fraction}: it must be in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """What is stored of every token, and in which shapes."""
+
+    row_tokens: int  # T: token slots of a row
+    layers: tuple[int, ...]  # 0-based decoder layers whose outputs are stored
+    codec: Literal["bf16"] = "bf16"
+    final_hidden: bool = False  # also store the last hidden state, after the final norm
+    shard_bytes: int = 1 << 30  # aim for the size of a shard; at least one row
+
+    def __post_init__(self) -> None:
+        require_positive(self, "cache", "row_tokens", "shard_bytes")
+        if self.row_tokens > CHUNK_TOKENS and self.row_tokens % CHUNK_TOKENS:
+            raise UsageError(f"cache.row_tokens is {self.row_tokens}: it must be a multiple of {CHUNK_TOKENS}")
+        if self.row_tokens > 1 << 17:
+            raise UsageError(f"cache.row_tokens is {self.row_tokens}: it must be at most {1 << 17}")
+        if not self.layers:
+            raise UsageError("cache.layers is empty: name at least one decoder layer")
+        if list(self.layers) != sorted(set(self.layers)):
+            raise UsageError(f"cache.layers is {list(self.layers)}: it must be ascending, each layer once")
+
+    @property
+    def chunk_tokens(self) -> int:
+        return min(self.row_tokens, CHUNK_TOKENS)
+
+
+def check_layers(key: str, layers: Sequence[int], target: TargetConfig) -> None:
+    """Raise UsageError unless every layer of `layers` (the value of config key `key`) can be a context feature."""
+    for layer in layers:
+        if not 0 <= layer < target.num_layers:
+            raise UsageError(f"{key} has layer {layer}: the target's decoder layers are 0..{target.num_layers - 1}")
+        if layer == target.num_layers - 1:
+            raise UsageError(
+                f"{key} has layer {layer}, the target's last: its output is only seen after the final norm, "
+                f"so the highest layer is {target.num_layers - 2}"
+            )
+
+
+class ConfigFile:
+    """The sections of one TOML file with overrides applied, not yet validated."""
+
+    def __init__(self, path: Path, sections: dict[str, dict[str, Any]]) -> None:
+        self.path = path
+        self.sections = sections
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
+        """Read `path` and apply overrides of the form `section.key=value`, where value is TOML or a bare string."""
+        path = Path(path)
+        try:
+            sections = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UsageError(f"{path} does not exist: --config must name a TOML file, see configs/") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+            raise UsageError(f"{path} cannot be read as TOML: {error}") from None
+        for name, section in sections.items():
+            _require_known(f"section [{name}] of {path}", name, SECTIONS)
+            if not isinstance(section, dict):
+                raise UsageError(f"{path}: {name} must be a section, [{name}]")
+        for override in overrides:
+            name, key, value = _parse_override(override)
+            sections.setdefault(name, {})[key] = value
+        return cls(path, sections)
+
+    def section(self, name: str, cls: type[Section]) -> Section:
+        """Build section `name` as the dataclass `cls`; raise UsageError naming the key that is wrong."""
+        return build_section(name, cls, self.sections.get(name, {}), self.path)
+
+
+def build_section(name: str, cls: type[Section], values: dict[str, Any], where: Path) -> Section:
+    """The dataclass `cls` from TOML or JSON values; raise UsageError naming the key of `where` that is wrong."""
+    expected, required = _fields(cls)
+    converted = {}
+    for key, value in values.items():
+        _require_known(f"key {name}.{key} in {where}", key, tuple(expected))
+        converted[key] = _convert(f"{name}.{key}", value, expected[key], where)
+    for key in required:
+        if key not in converted:
+            raise UsageError(f"{where} lacks the key {name}.{key}")
+    return cls(**converted)
+
+
+@functools.cache
+def _fields(cls: type) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The annotations of a dataclass's fields by name, and the names of those without a default."""
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)
+    missing = dataclasses.MISSING
+    required = tuple(f.name for f in fields if f.default is missing and f.default_factory is missing)
+    return {f.name: hints[f.name] for f in fields}, required
+
+
+def to_json(section: Any) -> dict[str, Any]:
+    """A config dataclass as it looks after a trip through JSON (tuples are lists)."""
+    return json.loads(json.dumps(dataclasses.asdict(section)))
+
+
+def require_positive(section: object, name: str, *keys: str) -> None:
+    """Raise UsageError unless each named field of `section` (the config section `name`) is above zero."""
+    for key in keys:
+        if getattr(section, key) <= 0:
+            raise UsageError(f"{name}.{key} is {getattr(section, key)}: it must be positive")
+
+
+def describe_choice(key: str, value: object, choices: Sequence[object]) -> str:
+    return f"{key} is {value!r}: it must be one of {list(choices)}"
+
+
+def _parse_override(override: str) -> tuple[str, str, Any]:
+    path, equals, text = override.partition("=")
+    name, dot, key = path.strip().partition(".")
+    if not (equals and dot and key):
+        raise UsageError(f"override {override!r} is not of the form section.key=value, for example train.lr=3e-4")
+    _require_known(f"section of the override {override!r}", name, SECTIONS)
+    try:
+        return name, key, tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        return name, key, text.strip()
+
+
+def _require_known(what: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        raise UsageError(f"unknown {what}: did you mean {nearest[0]}? Known: {', '.join(known)}")
+
+
+def _convert(key: str, value: Any, expected: Any, where: Path) -> Any:
+    """A TOML or JSON value as a field's annotation wants it, or UsageError.
+
+    Lists become tuples, tables dataclasses where one is expected, and whole numbers may stand for floats.
+    """
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if origin in (types.UnionType, typing.Union):  # only `X | None` is used; None is JSON's, TOML has none
+        some = next(argument for argument in arguments if argument is not types.NoneType)
+        return None if value is None else _convert(key, value, some, where)
+    if origin is Literal:
+        if value not in arguments:
+            raise UsageError(describe_choice(key, value, arguments))
+        return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise UsageError(f"{key} is {value!r}: it must be a list")
+        return tuple(_convert(f"{key}[{i}]", item, arguments[0], where) for i, item in enumerate(value))
+    if origin is dict or dataclasses.is_dataclass(expected):
+        if not isinstance(value, dict):
+            raise UsageError(f"{key} is {value!r}: it must be a table")
+        if origin is dict:
+            return {name: _convert(f"{key}.{name}", item, arguments[1], where) for name, item in value.items()}
+        return build_section(key, expected, value, where)
+    if expected is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+        raise UsageError(f"{key} is {value!r}: it must be of type {expected.__name__}")
+    return value

@@ -1,0 +1,184 @@
+"""The manifest: what a cache is, what it is of, and which rows and shards it will hold.
+
+`manifest.json` is written once, after `plan/` and `target/` are in place, and never changes. A directory without one
+is no cache. FORMAT.md specifies the file; this module reads, validates and compares it.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from shards.config import CacheConfig, DataConfig, TargetConfig, build_section, to_json
+from shards.errors import CacheError, UsageError
+
+FORMAT_NAME = "dflash-cache"
+FORMAT_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+COMPLETE_FILE = "complete.json"
+SEAL = "seal"  # key of a JSON object's own checksum
+MAX_SHARDS = 100_000  # their names have five digits
+NOT_IDENTITY = {"target": ("path",), "data": ("files",), "cache": ()}  # where things lie is no part of what they are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Content hashes (sha256, hex) of what the cache was made from."""
+
+    target: str  # weights and configuration
+    tokenizer: str
+    chat_template: str
+    data: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The sizes of the plan. Rows 0..num_train_rows−1 are for training, the rest hold the held-out documents.
+
+    Shard i holds rows i·rows_per_shard up to, not including, min((i+1)·rows_per_shard, num_rows).
+    """
+
+    num_rows: int
+    num_train_rows: int
+    rows_per_shard: int
+    num_documents: int
+    num_heldout_documents: int
+    num_tokens: int
+    num_supervised_tokens: int
+    sources: tuple[str, ...]  # names; a document's source_id indexes this
+    num_left_out: dict[str, int]  # documents that are not in the plan, by reason
+    num_truncated: int
+
+    def __post_init__(self) -> None:
+        if self.rows_per_shard < 1 or not 0 <= self.num_train_rows <= self.num_rows:
+            raise CacheError(
+                f"the plan has {self.num_rows} rows, {self.num_train_rows} of them for training, "
+                f"{self.rows_per_shard} to a shard: these can't all be true"
+            )
+        if self.num_shards > MAX_SHARDS:
+            raise CacheError(
+                f"the plan has {self.num_shards} shards, at most {MAX_SHARDS} fit: raise cache.shard_bytes"
+            )
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.num_rows // self.rows_per_shard)
+
+    def shard_rows(self, shard: int) -> range:
+        start = shard * self.rows_per_shard
+        return range(start, min(start + self.rows_per_shard, self.num_rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    target: TargetConfig
+    data: DataConfig
+    cache: CacheConfig
+    identity: Identity
+    plan: Plan
+    checksums: dict[str, str]  # file below plan/ or target/, with forward slashes → sha256, hex
+    software: dict[str, str]  # recorded, never compared
+
+    def to_json(self) -> dict[str, Any]:
+        fields = json.loads(json.dumps(dataclasses.asdict(self)))
+        return sealed({"format": FORMAT_NAME, "version": FORMAT_VERSION, **fields})
+
+    @classmethod
+    def from_json(cls, value: Any, where: Path) -> Self:
+        """Build the manifest from parsed JSON; raise CacheError naming `where` and what is wrong."""
+        if not isinstance(value, dict) or value.get("format") != FORMAT_NAME:
+            raise CacheError(f"{where} is not the manifest of a {FORMAT_NAME}")
+        if value.get("version") != FORMAT_VERSION:
+            raise CacheError(
+                f"{where} has version {value.get('version')!r}, this program reads version {FORMAT_VERSION}: "
+                "extract again, or use the program that wrote it"
+            )
+        check_seal(value, where)
+        fields = {key: item for key, item in value.items() if key not in ("format", "version", SEAL)}
+        try:
+            manifest = build_section("manifest", cls, fields, where)
+        except (UsageError, CacheError) as error:
+            raise CacheError(f"{where} is damaged: {error}") from None
+        for name in manifest.checksums:
+            if name.split("/")[0] not in ("plan", "target") or ".." in name.split("/"):
+                raise CacheError(f"{where} is damaged: checksums names {name!r}, which is not below plan/ or target/")
+        return manifest
+
+    @classmethod
+    def read(cls, cache: Path) -> Self:
+        path = cache / MANIFEST_FILE
+        if not path.exists():
+            raise CacheError(f"{cache} is not a cache: it has no {MANIFEST_FILE}; run `make extract` first")
+        return cls.from_json(read_json(path), path)
+
+    def check_config(self, target: TargetConfig, data: DataConfig, cache: CacheConfig, where: Path) -> None:
+        """Raise CacheError naming the first key in which a config differs from the one this cache was made with."""
+        for name, section in (("target", target), ("data", data), ("cache", cache)):
+            made_with, wanted = to_json(getattr(self, name)), to_json(section)
+            for key in wanted:
+                if key not in NOT_IDENTITY[name] and made_with[key] != wanted[key]:
+                    raise CacheError(
+                        f"{where} was made with {name}.{key} = {made_with[key]!r}, the config says {wanted[key]!r}: "
+                        "use the config it was made with, or extract into another directory"
+                    )
+
+
+def sealed(value: dict[str, Any]) -> dict[str, Any]:
+    """`value` with its own checksum: sha256 of the file that holds it, the checksum's 64 digits taken as zeros."""
+    unsealed = json_text({**value, SEAL: "0" * 64})
+    return {**value, SEAL: hashlib.sha256(unsealed.encode()).hexdigest()}
+
+
+def check_seal(value: dict[str, Any], where: Path) -> None:
+    """Raise CacheError if an object read from `where` is not the one that was sealed."""
+    try:
+        expected = sealed(value)[SEAL]
+    except (ValueError, RecursionError) as error:  # ValueError: NaN or an infinity, which no writer writes
+        raise CacheError(f"{where} is damaged or was edited: {error}") from None
+    if value.get(SEAL) != expected:
+        raise CacheError(f"{where} is damaged or was edited: its {SEAL} is {value.get(SEAL)!r}, expected {expected!r}")
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file of a cache; raise CacheError naming `path` if it can't be had."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: invalid JSON or UTF-8
+        raise CacheError(f"{path} cannot be read: {error}") from None
+
+
+def json_text(value: Any) -> str:
+    """JSON as a cache stores it: the same value has the same bytes."""
+    return json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON so that `path` is at any time absent, the old file or the new one, and survives a power cut."""
+    temporary = temporary_beside(path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(json_text(value))
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A hidden name next to `path` that only this process uses, on this host and any other that shares the disk."""
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable (a rename is only that once its directory is synced)."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

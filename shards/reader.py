@@ -1,0 +1,228 @@
+"""Reading a cache for training: from the disk straight into buffers of the caller, on the caller's thread.
+
+zarr can read every array too, but starts threads that stay and copies twice. Here a row is a few `preadv` calls whose
+destinations are the caller's memory, with the crc32c of every chunk checked on the way. Imports neither zarr nor torch.
+Reading ahead of the caller is left to the kernel.
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import google_crc32c
+import numpy as np
+
+from shards.errors import CacheError
+from shards.manifest import Manifest, read_json
+from shards.schema import (
+    CRC_BYTES,
+    ROW_IDS,
+    ZARR_FILE,
+    ArraySpec,
+    hidden_name,
+    missing_shards,
+    shard_arrays,
+    shard_name,
+)
+
+EMPTY_CHUNK = 2**64 - 1  # zarr's offset and length of a chunk that has no bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBuffers:
+    """Where a row goes: memory of the caller, C-contiguous. K layers in the order that `read_row` is given."""
+
+    input_ids: np.ndarray  # int32 [T]
+    position_ids: np.ndarray  # int32 [T]
+    document_ids: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # uint8 [T]
+    codes: np.ndarray  # uint16 [K, T, H]
+
+
+class ArrayFile:
+    """One array of a published shard, open for reading.
+
+    Opening checks all that is not values: the array's zarr.json, the size of its file, its index. Errors are
+    CacheErrors that begin with shard and array.
+    """
+
+    def __init__(self, directory: Path, spec: ArraySpec, first_row: int) -> None:
+        """`directory` is the shard's; `first_row` is the shard's first row in the cache, for messages."""
+        self.spec = spec
+        self._label = f"{directory.name} {spec.name}"
+        self._first_row = first_row
+        self._crcs = np.empty((spec.chunks_per_row, CRC_BYTES), np.uint8)
+        self._check_metadata(directory / spec.name / ZARR_FILE)
+        try:
+            self._descriptor = os.open(directory / spec.file_name, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CacheError(f"{self._label}: the array file cannot be opened: {error.strerror}") from None
+        try:
+            self._offsets = self._read_index().tolist()  # [R][chunks of a row]
+        except BaseException:
+            self.close()
+            raise
+
+    def read_row(self, row: int, out: np.ndarray) -> None:
+        """Fill `out` with the values of `row`, counted in the shard. Its shape is the array's without the row axis."""
+        spec = self.spec
+        if out.shape != spec.shape[1:] or out.dtype != spec.dtype or not out.flags.c_contiguous:
+            raise ValueError(
+                f"{self._label} needs a contiguous {spec.dtype} {spec.shape[1:]}, got {out.dtype} {out.shape}"
+            )
+        chunks = out.reshape(spec.chunks_per_row, -1).view(np.uint8)  # [chunks of a row, bytes of a chunk]
+        offsets = self._offsets[row]
+        start = 0
+        for stop in range(1, len(offsets) + 1):
+            if stop == len(offsets) or offsets[stop] != offsets[stop - 1] + spec.chunk_bytes + CRC_BYTES:
+                self._read_adjacent(row, range(start, stop), chunks)
+                start = stop
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _read_adjacent(self, row: int, adjacent: range, chunks: np.ndarray) -> None:
+        """Read chunks that lie one after the other in the file with one call, and check their crc32c."""
+        buffers = [buffer for chunk in adjacent for buffer in (chunks[chunk], self._crcs[chunk])]
+        self._fill(buffers, self._offsets[row][adjacent.start])
+        for chunk in adjacent:
+            # An ndarray goes in without a copy; a writable memoryview would be refused.
+            found = google_crc32c.value(chunks[chunk])
+            expected = int.from_bytes(self._crcs[chunk].tobytes(), "little")
+            if found != expected:
+                raise CacheError(f"{self._place(row, chunk)}: crc32c is {found:#010x}, expected {expected:#010x}")
+
+    def _fill(self, buffers: list[np.ndarray], offset: int) -> None:
+        """Read from `offset` on until `buffers`, flat byte arrays, are full; empties the list."""
+        while buffers:
+            try:
+                num_bytes = os.preadv(self._descriptor, buffers, offset)
+            except OSError as error:
+                raise CacheError(f"{self._label}: byte {offset} cannot be read: {error.strerror}") from None
+            if num_bytes == 0:
+                raise CacheError(f"{self._label}: the array file ends at byte {offset}, it was cut while open")
+            offset += num_bytes
+            while buffers and num_bytes >= len(buffers[0]):
+                num_bytes -= len(buffers.pop(0))
+            if num_bytes:
+                buffers[0] = buffers[0][num_bytes:]
+
+    def _check_metadata(self, path: Path) -> None:
+        expected = self.spec.zarr_metadata()
+        found = read_json(path)
+        if not isinstance(found, dict):
+            raise CacheError(f"{self._label}: {ZARR_FILE} holds no object")
+        for key in [*expected, *sorted(found.keys() - expected.keys())]:
+            if found.get(key) != expected.get(key):
+                raise CacheError(
+                    f"{self._label}: {ZARR_FILE} has {key} {found.get(key)!r}, expected {expected.get(key)!r}"
+                )
+
+    def _read_index(self) -> np.ndarray:
+        """The offsets of all chunks, int64 [R, chunks of a row]. Together the chunks must fill the file exactly."""
+        spec = self.spec
+        size = os.fstat(self._descriptor).st_size
+        if size != spec.file_bytes:
+            raise CacheError(f"{self._label}: the array file has {size} bytes, expected {spec.file_bytes}")
+        stored = np.empty(spec.index_bytes, np.uint8)
+        crc = np.empty(CRC_BYTES, np.uint8)
+        self._fill([stored, crc], size - spec.index_bytes - CRC_BYTES)
+        found, expected = google_crc32c.value(stored), int.from_bytes(crc.tobytes(), "little")
+        if found != expected:
+            raise CacheError(f"{self._label} index: crc32c is {found:#010x}, expected {expected:#010x}")
+
+        entries = stored.view("<u8").reshape(spec.num_rows, spec.chunks_per_row, 2)
+        offsets, lengths = entries[..., 0], entries[..., 1]
+        stride = spec.chunk_bytes + CRC_BYTES
+        for row, chunk in np.argwhere((entries == EMPTY_CHUNK).any(axis=-1)):
+            raise CacheError(f"{self._place(row, chunk)}: the chunk is empty, and a cache stores every chunk")
+        for row, chunk in np.argwhere(lengths != stride):
+            raise CacheError(
+                f"{self._place(row, chunk)}: the index says {lengths[row, chunk]} bytes, expected {stride}"
+            )
+        if not np.array_equal(np.sort(offsets, axis=None), np.arange(offsets.size, dtype=np.uint64) * stride):
+            raise CacheError(f"{self._label} index: its chunks overlap, leave gaps or lie outside the file")
+        return offsets.astype(np.int64)
+
+    def _place(self, row: int, chunk: int) -> str:
+        place = f"{self._label} row {self._first_row + row}"
+        if self.spec.chunks_per_row == 1:
+            return place
+        tokens = self.spec.chunk_shape[1]
+        return f"{place} tokens {chunk * tokens}–{(chunk + 1) * tokens - 1}"
+
+
+class CacheReader:
+    """The rows of a cache. Files open when they are first needed; the least recently used ones close again."""
+
+    def __init__(self, cache: Path, *, max_open_files: int = 512) -> None:
+        """A process may usually have 1024 files open, so `max_open_files` leaves some to others."""
+        self.cache = cache
+        self.max_open_files = max_open_files
+        self.manifest = Manifest.read(cache)
+        self._files: OrderedDict[tuple[int, str], ArrayFile] = OrderedDict()
+        self._row_id = np.empty((), np.int64)
+
+    def check_complete(self) -> None:
+        """Raise CacheError unless every shard of the plan is there."""
+        missing = missing_shards(self.cache, self.manifest)
+        if missing:
+            names = ", ".join(map(shard_name, missing[:3])) + (" …" if len(missing) > 3 else "")
+            raise CacheError(
+                f"{self.cache} lacks {len(missing)} of its {self.manifest.plan.num_shards} shards ({names}): "
+                "run `make extract` with the same config, it makes what is missing"
+            )
+
+    def read_row(self, row: int, layers: Sequence[int], out: RowBuffers) -> None:
+        """Fill `out` with `row`; raise CacheError if any of it is not as it was written."""
+        plan, stored = self.manifest.plan, self.manifest.cache.layers
+        if not 0 <= row < plan.num_rows:
+            raise ValueError(f"row is {row}, the cache has rows 0..{plan.num_rows - 1}")
+        if not set(layers) <= set(stored):
+            raise CacheError(f"{self.cache} has the layers {list(stored)}, asked for {list(layers)}")
+        shard, row_in_shard = divmod(row, plan.rows_per_shard)
+        destinations = {
+            ROW_IDS: self._row_id,
+            "input_ids": out.input_ids,
+            "position_ids": out.position_ids,
+            "document_ids": out.document_ids,
+            "loss_mask": out.loss_mask,
+            **{hidden_name(layer): codes_TH for layer, codes_TH in zip(layers, out.codes, strict=True)},
+        }
+        try:
+            for name, destination in destinations.items():
+                self._array(shard, name).read_row(row_in_shard, destination)
+            if self._row_id != row:
+                raise CacheError(f"{shard_name(shard)} has row {self._row_id} in the place of row {row}")
+        except CacheError as error:
+            raise CacheError(f"{error}: run `python -m shards verify {self.cache}`") from None
+
+    def close(self) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _array(self, shard: int, name: str) -> ArrayFile:
+        if (shard, name) in self._files:
+            self._files.move_to_end((shard, name))
+        else:
+            self._files[shard, name] = self._open(shard, name)
+            if len(self._files) > self.max_open_files:
+                self._files.popitem(last=False)[1].close()
+        return self._files[shard, name]
+
+    def _open(self, shard: int, name: str) -> ArrayFile:
+        directory = self.cache / shard_name(shard)
+        if not directory.is_dir():
+            raise CacheError(f"{directory.name} is missing")
+        return ArrayFile(
+            directory, shard_arrays(self.manifest, shard)[name], self.manifest.plan.shard_rows(shard).start
+        )

@@ -1,0 +1,158 @@
+"""Finding what is wrong with a cache: `python -m shards verify`.
+
+Reads every byte and holds it against the manifest, the format and each shard's record. Damage of any kind becomes a
+fault, one sentence that says where; nothing here raises because of what a cache contains. Whether the hidden states
+are the target's is the question of `python -m extract audit`.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shards.errors import CacheError
+from shards.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest, read_json
+from shards.reader import ArrayFile
+from shards.record import FileRecord, ShardRecord
+from shards.schema import (
+    PLAN_DIRECTORY,
+    ROW_IDS,
+    SHARD_FILE,
+    TARGET_DIRECTORY,
+    ZARR_FILE,
+    ArraySpec,
+    PlanArrays,
+    file_names,
+    group_metadata,
+    group_names,
+    shard_arrays,
+    shard_files,
+    shard_name,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a cache that was looked at."""
+
+    num_files: int = 1
+    num_shards: int = 0
+    faults: tuple[str, ...] = ()
+
+
+def count_files(manifest: Manifest) -> int:
+    """The files of a whole cache: what the `num_files` of all its parts add up to."""
+    in_shards = (len(shard_files(shard_arrays(manifest, shard))) + 1 for shard in range(manifest.plan.num_shards))
+    return len((MANIFEST_FILE, COMPLETE_FILE)) + len(manifest.checksums) + sum(in_shards)
+
+
+def verify(cache: Path, manifest: Manifest) -> Iterator[Part]:
+    """Look at every part of `cache`, whose manifest was read. The shards are left out if the plan contradicts it."""
+    yield Part()  # the manifest
+    frozen = list(_verify_frozen(cache, manifest))
+    yield from frozen
+    if not any(part.faults for part in frozen):
+        contradictions = _faults(_check_plan, cache, manifest)
+        if contradictions:
+            yield Part(num_files=0, faults=contradictions)
+            return
+    for shard in range(manifest.plan.num_shards):
+        yield from _verify_shard(cache, manifest, shard)
+    if (cache / COMPLETE_FILE).exists():
+        content = {"num_shards": manifest.plan.num_shards}
+        yield Part(faults=_faults(_check_json, cache, COMPLETE_FILE, content))
+
+
+def _verify_frozen(cache: Path, manifest: Manifest) -> Iterator[Part]:
+    """plan/ and target/, whose checksums the manifest holds."""
+    for name, sha256 in manifest.checksums.items():
+        yield Part(faults=_faults(_check_file, cache, name, sha256))
+    found = {f"{top}/{name}" for top in (PLAN_DIRECTORY, TARGET_DIRECTORY) for name in file_names(cache / top)}
+    extra = sorted(found - manifest.checksums.keys())
+    yield Part(num_files=0, faults=tuple(f"{name}: the manifest has no such file" for name in extra))
+
+
+def _verify_shard(cache: Path, manifest: Manifest, shard: int) -> Iterator[Part]:
+    directory = shard_name(shard)
+    if not (cache / directory).is_dir():
+        yield Part(num_files=0, faults=(f"{directory} is missing",))
+        return
+    arrays = shard_arrays(manifest, shard)
+    files: dict[str, FileRecord] = {}  # stays empty when shard.json is damaged: there is nothing to compare with
+    try:
+        files = ShardRecord.read(cache, manifest, shard).files
+        yield Part(num_shards=1)
+    except CacheError as error:
+        yield Part(num_shards=1, faults=(str(error),))
+    recorded = {f"{directory}/{name}": record for name, record in files.items()}
+
+    extra = sorted(set(file_names(cache / directory)) - shard_files(arrays) - {SHARD_FILE})
+    yield Part(num_files=0, faults=tuple(f"{directory}/{name}: a shard has no such file" for name in extra))
+    for group in group_names(arrays):
+        name = os.path.join(directory, group, ZARR_FILE)
+        faults = _faults(_check_json, cache, name, group_metadata())
+        yield Part(faults=faults or _compare(cache, [name], recorded))
+    for spec in arrays.values():
+        # A fault found among the values says more than a wrong checksum of the file: only one of them is reported.
+        faults = tuple(_array_faults(cache / directory, spec, manifest.plan.shard_rows(shard)))
+        names = [f"{directory}/{spec.name}/{ZARR_FILE}", f"{directory}/{spec.file_name}"]
+        yield Part(num_files=len(names), faults=faults or _compare(cache, names, recorded))
+
+
+def _array_faults(directory: Path, spec: ArraySpec, row_ids: range) -> Iterator[str]:
+    """What reading the array would stumble over, at most one fault for each row."""
+    try:
+        file = ArrayFile(directory, spec, row_ids.start)
+    except CacheError as error:
+        yield str(error)
+        return
+    with closing(file):
+        values = np.empty(spec.shape[1:], spec.dtype)
+        for row, row_id in enumerate(row_ids):
+            faults = _faults(file.read_row, row, values)
+            yield from faults
+            if spec.name == ROW_IDS and not faults and values != row_id:
+                yield f"{directory.name} {ROW_IDS}: row {values} in the place of row {row_id}"
+
+
+def _compare(cache: Path, names: list[str], recorded: dict[str, FileRecord]) -> tuple[str, ...]:
+    """The faults of the files `names` against what was recorded of them."""
+    known = [(name, recorded[name].sha256, recorded[name].bytes) for name in names if name in recorded]
+    return tuple(fault for file in known for fault in _faults(_check_file, cache, *file))
+
+
+def _faults(check: Callable[..., object], *arguments: Any) -> tuple[str, ...]:
+    """The CacheError of a check as a fault: one or none."""
+    try:
+        check(*arguments)
+    except CacheError as error:
+        return (str(error),)
+    return ()
+
+
+def _check_plan(cache: Path, manifest: Manifest) -> None:
+    try:
+        PlanArrays.read(cache / PLAN_DIRECTORY).check(manifest.plan)
+    except CacheError as error:
+        raise CacheError(f"{error}; the shards were not looked at") from None
+
+
+def _check_json(cache: Path, name: str, expected: Any) -> None:
+    found = read_json(cache / name)
+    if found != expected:
+        raise CacheError(f"{name} holds {found}, expected {expected}")
+
+
+def _check_file(cache: Path, name: str, sha256: str, num_bytes: int | None = None) -> None:
+    try:
+        found = FileRecord.of(cache / name)
+    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
+        raise CacheError(f"{name} cannot be read: {error}") from None
+    if num_bytes not in (None, found.bytes):
+        raise CacheError(f"{name} has {found.bytes} bytes, expected {num_bytes}")
+    if found.sha256 != sha256:
+        raise CacheError(f"{name}: sha256 is {found.sha256}, expected {sha256}")

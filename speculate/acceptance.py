@@ -1,0 +1,39 @@
+"""Acceptance in numbers, from the rounds of all answers."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from speculate.decode import Round
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """τ is tokens committed per target pass, the bonus token included. None where there was nothing to count."""
+
+    acceptance_length_macro: float | None  # mean over answers of each answer's mean (the published client's τ)
+    acceptance_length_pooled: float | None  # all tokens over all rounds
+    rounds: int
+    histogram: list[int]  # entry i: rounds that committed i + 1 tokens
+    per_slot: list[float | None]  # entry j − 1: share of the rounds that judged slot j in which it was accepted
+
+
+def measure(answers: Sequence[Sequence[Round]], block_size: int) -> Acceptance:
+    """Count the rounds of every answer. An answer without rounds (its first token ended it) has no mean."""
+    rounds = [item for answer in answers for item in answer]
+    means = [sum(item.num_committed for item in answer) / len(answer) for answer in answers if answer]
+    committed = Counter(item.num_committed for item in rounds)
+    return Acceptance(
+        acceptance_length_macro=sum(means) / len(means) if means else None,
+        acceptance_length_pooled=sum(item.num_committed for item in rounds) / len(rounds) if rounds else None,
+        rounds=len(rounds),
+        histogram=[committed[i + 1] for i in range(block_size)],
+        per_slot=[_slot_acceptance(rounds, slot) for slot in range(1, block_size)],
+    )
+
+
+def _slot_acceptance(rounds: Sequence[Round], slot: int) -> float | None:
+    """A slot is accepted with all before it. Where the answer's end cut a round short, later slots were not judged."""
+    num_accepted = sum(item.num_accepted >= slot for item in rounds)
+    num_judged = sum(item.num_accepted >= slot or not item.is_clipped for item in rounds)
+    return num_accepted / num_judged if num_judged else None

@@ -1,0 +1,88 @@
+"""Greedy decoding of one prompt: by the target alone, and speculatively (DFLASH.md, "Inference loop and the metric").
+
+Both give the same tokens; the second needs fewer target passes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from speculate.target import LiveTarget, TargetSequence
+
+
+class Proposer(Protocol):
+    """What decoding needs of a drafter; `BlockDrafter` is the one."""
+
+    block_size: int
+
+    def extend(self, features_TF: Tensor) -> None: ...
+
+    def propose(self, anchor_token_id: int, num_drafted: int) -> list[int]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One target pass over a block."""
+
+    num_committed: int  # tokens gained: the accepted ones and the target's own next (the bonus)
+    num_accepted: int  # drafted tokens among them
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether the answer ended before a drafted token was rejected: then there was no bonus."""
+        return self.num_accepted == self.num_committed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    token_ids: list[int]  # the answer, its end token included
+    rounds: list[Round]  # the first token of an answer comes from the prompt's pass, which is no round
+
+
+def decode_plainly(target: LiveTarget, prompt_ids: list[int], max_new_tokens: int) -> list[int]:
+    """The target's own greedy answer, one token at a time."""
+    sequence = TargetSequence(target)
+    token_ids, _ = sequence.run(prompt_ids, num_choices=1)
+    while not _has_ended(token_ids, target, max_new_tokens):
+        token_ids += sequence.run(token_ids[-1:], num_choices=1)[0]
+    return token_ids
+
+
+def decode_speculatively(target: LiveTarget, drafter: Proposer, prompt_ids: list[int], max_new_tokens: int) -> Decoded:
+    """The same answer in rounds of one block each. `drafter` is new to the sequence.
+
+    As published clients do, the last blocks are no longer than what may still come.
+    """
+    sequence = TargetSequence(target)
+    token_ids, features_TF = sequence.run(prompt_ids, num_choices=1)
+    drafter.extend(features_TF)
+    rounds = []
+    while not _has_ended(token_ids, target, max_new_tokens):
+        num_left = max_new_tokens - len(token_ids)
+        drafted = drafter.propose(token_ids[-1], min(drafter.block_size - 1, num_left))
+        chosen, features_TF = sequence.run([token_ids[-1], *drafted], num_choices=len(drafted) + 1)
+        num_accepted = count_matching(drafted, chosen)
+        committed = clip(chosen[: num_accepted + 1], num_left, target.stop_ids)
+        token_ids += committed
+        sequence.rewind(len(chosen) - len(committed))
+        drafter.extend(features_TF[: len(committed)])
+        rounds.append(Round(num_committed=len(committed), num_accepted=min(num_accepted, len(committed))))
+    return Decoded(token_ids=token_ids, rounds=rounds)
+
+
+def count_matching(first: Sequence[int], second: Sequence[int]) -> int:
+    """The length of the common beginning."""
+    shorter = min(len(first), len(second))
+    return next((i for i in range(shorter) if first[i] != second[i]), shorter)
+
+
+def clip(token_ids: list[int], max_tokens: int, stop_ids: frozenset[int]) -> list[int]:
+    """The tokens up to and including the first that ends an answer, and no more than `max_tokens`."""
+    end = next((i + 1 for i, token_id in enumerate(token_ids) if token_id in stop_ids), len(token_ids))
+    return token_ids[: min(end, max_tokens)]
+
+
+def _has_ended(token_ids: list[int], target: LiveTarget, max_new_tokens: int) -> bool:
+    return len(token_ids) >= max_new_tokens or token_ids[-1] in target.stop_ids

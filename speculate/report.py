@@ -1,0 +1,77 @@
+"""What a measurement found: as JSON, as the table at the end, and as the sentence when an answer was changed."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from speculate.acceptance import Acceptance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Where an answer first differs from the target's own."""
+
+    prompt: int  # counted from 0
+    where: str
+    token: int  # of the answer, counted from 0
+    own_token_id: int
+    speculative_token_id: int
+    logit_gap: float  # between the two, in a pass of the target without a cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    target: str
+    drafter: str
+    device: str
+    dtype: str
+    block_size: int
+    max_new_tokens: int
+    prompts: int
+    new_tokens: int
+    acceptance: Acceptance
+    first_difference: Difference | None
+
+    @property
+    def is_lossless(self) -> bool:
+        return self.first_difference is None
+
+    def to_json(self) -> dict[str, Any]:
+        values = dataclasses.asdict(self)
+        return {"lossless": self.is_lossless, **values.pop("acceptance"), **values}
+
+
+def describe_difference(difference: Difference, dtype: str) -> str:
+    sentence = (
+        f"speculation changed the answer to {difference.where}: token {difference.token} is "
+        f"{difference.speculative_token_id}, the target alone gives {difference.own_token_id}; "
+        f"the target's logits of the two differ by {difference.logit_gap:.3g}"
+    )
+    return sentence if dtype == "float32" else f"{sentence}, which in {dtype} may be a tie: check in float32"
+
+
+def describe(report: Report) -> str:
+    """The table at the end."""
+    acceptance = report.acceptance
+    macro, pooled = _number(acceptance.acceptance_length_macro), _number(acceptance.acceptance_length_pooled)
+    verdict = "yes: every token is the target's own" if report.is_lossless else "NO"
+    lines = [
+        "",
+        f"target          {report.target} ({report.dtype}, {report.device})",
+        f"drafter         {report.drafter}, blocks of {report.block_size}",
+        f"decoded         {report.new_tokens} tokens for {report.prompts} prompts in {acceptance.rounds} rounds",
+        f"lossless        {verdict}",
+        f"τ, macro        {macro}  (mean over answers; tokens per target pass, bonus included)",
+        f"τ, pooled       {pooled}  (over all rounds)",
+        "",
+        "slot            " + "".join(f"{slot:>7}" for slot in range(1, report.block_size)),
+        "accepted        " + "".join(f"{_number(share, '.1%'):>7}" for share in acceptance.per_slot),
+        "",
+        "tokens a round  " + "".join(f"{i + 1:>7}" for i in range(report.block_size)),
+        "rounds          " + "".join(f"{count:>7}" for count in acceptance.histogram),
+    ]
+    return "\n".join(lines)
+
+
+def _number(value: float | None, spec: str = ".3f") -> str:
+    return "–" if value is None else format(value, spec)

@@ -1,0 +1,95 @@
+"""Measure one drafter on one target: every prompt decoded plainly and speculatively, compared, and counted."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from extract.tokenise import Encoder
+from shards.errors import RunError, UsageError
+from shards.manifest import write_json
+from speculate.acceptance import measure
+from speculate.checkpoint import DraftCheckpoint
+from speculate.config import SpeculateConfig
+from speculate.decode import Decoded, count_matching, decode_plainly, decode_speculatively
+from speculate.drafting import BlockDrafter
+from speculate.prompts import Prompt, read_prompts
+from speculate.report import Difference, Report, describe, describe_difference
+from speculate.target import LiveTarget, check_match, read_architecture
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    target: Path
+    dtype: str | None  # None: the checkpoint's own, float32 on a CPU
+    drafter: Path
+    speculate: SpeculateConfig
+    json: Path | None
+
+
+def run(job: Job) -> None:
+    """Decode, print the table, write the JSON; raise RunError when speculation changed an answer."""
+    if job.json is not None and not job.json.parent.is_dir():
+        raise UsageError(f"--json {job.json}: the directory {job.json.parent} does not exist")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    checkpoint = DraftCheckpoint.read(job.drafter)
+    architecture = read_architecture(job.target, job.dtype, device)
+    check_match(architecture, checkpoint)
+    prompts = read_prompts(Path(job.speculate.prompts), job.speculate.num_prompts, Encoder.load(job.target))
+    drafter = checkpoint.load_drafter(device, architecture.dtype)
+    target = LiveTarget.load(architecture, checkpoint, device)
+    head = target.head(checkpoint)
+
+    answers, first_difference = [], None
+    for i, prompt in enumerate(tqdm(prompts, unit="prompt", dynamic_ncols=True, disable=not sys.stderr.isatty())):
+        own_ids = decode_plainly(target, prompt.token_ids, job.speculate.max_new_tokens)
+        block_drafter = BlockDrafter(drafter, head, checkpoint.mask_token_id)
+        answer = decode_speculatively(target, block_drafter, prompt.token_ids, job.speculate.max_new_tokens)
+        answers.append(answer)
+        first_difference = first_difference or find_difference(target, i, prompt, own_ids, answer)
+        if not sys.stderr.isatty():  # a log has lines where a terminal has a bar
+            counts = f"{len(answer.token_ids)} tokens in {len(answer.rounds)} rounds"
+            print(f"prompt {i + 1}/{len(prompts)}: {counts}", flush=True)
+
+    report = Report(
+        target=str(job.target),
+        drafter=str(job.drafter),
+        device=str(device),
+        dtype=str(architecture.dtype).removeprefix("torch."),
+        block_size=checkpoint.drafter.block_size,
+        max_new_tokens=job.speculate.max_new_tokens,
+        prompts=len(prompts),
+        new_tokens=sum(len(answer.token_ids) for answer in answers),
+        acceptance=measure([answer.rounds for answer in answers], checkpoint.drafter.block_size),
+        first_difference=first_difference,
+    )
+    conclude(report, job.json)
+
+
+def conclude(report: Report, json: Path | None) -> None:
+    """Print the table and write the JSON; raise RunError when an answer was changed."""
+    print(describe(report))
+    if json is not None:
+        write_json(json, report.to_json())
+    if report.first_difference is not None:
+        raise RunError(describe_difference(report.first_difference, report.dtype))
+
+
+def find_difference(
+    target: LiveTarget, i: int, prompt: Prompt, own_ids: list[int], answer: Decoded
+) -> Difference | None:
+    """Both answers end by the same rule, so one is never just the beginning of the other."""
+    token = count_matching(own_ids, answer.token_ids)
+    if token == len(own_ids) == len(answer.token_ids):
+        return None
+    own, speculative = own_ids[token], answer.token_ids[token]
+    return Difference(
+        prompt=i,
+        where=prompt.where,
+        token=token,
+        own_token_id=own,
+        speculative_token_id=speculative,
+        logit_gap=target.logit_gap(prompt.token_ids + own_ids[:token], own, speculative),
+    )

@@ -1,0 +1,132 @@
+"""`python -m shards` as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shards.manifest import Manifest
+from shards.stats import cache_statistics
+from shards.writer import write_shard
+from tests.shards.caches import CacheShape, content, flip_bit, make_cache, make_plan, make_rows, start_cache
+
+ROOT = Path(__file__).parents[2]
+SHAPE = CacheShape()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("command") / "cache"
+    make_cache(path, SHAPE)
+    return path
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shards", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_stats_counts_what_is_there(cache: Path) -> None:
+    done = run("stats", cache, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    plan, sizes = make_plan(SHAPE), {name: len(stored) for name, stored in content(cache).items()}
+    num_bytes = sum(size for name, size in sizes.items() if name.startswith("shard-"))
+    layers = found.pop("layers")
+    assert found == {
+        "target": "models/tiny",
+        "hidden_size": 64,
+        "target_layer_ids": [1, 4, 6],
+        "codec": "bf16",
+        "shards": 3,
+        "rows": 5,
+        "row_tokens": 96,
+        "documents": len(plan.document_row),
+        "tokens": len(plan.token_ids),
+        "supervised_tokens": int(plan.loss_mask.sum()),
+        "fill": len(plan.token_ids) / (5 * 96),
+        "bytes": num_bytes,
+        "bytes_per_slot": num_bytes / (5 * 96),
+        "bytes_per_token": num_bytes / len(plan.token_ids),
+        "target_bytes": sum(size for name, size in sizes.items() if name.startswith("target/")),
+        "plan_bytes": sum(size for name, size in sizes.items() if name.startswith("plan/")),
+        "sources": {
+            name: int(plan.document_tokens[plan.document_source == source].sum())
+            for source, name in enumerate(["chats", "texts"])
+        },
+    }
+    assert list(layers) == ["1", "4", "6"]
+    for layer, figures in layers.items():
+        shards = [make_rows(SHAPE, Manifest.read(cache), plan, shard) for shard in range(3)]
+        codes = np.concatenate([rows.hidden[int(layer)][rows.document_ids >= 0] for rows in shards])
+        values = (codes.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        assert figures["max_abs"] == np.abs(values).max()
+        # Two sums of n float64 squares in different order differ by a few n·2⁻⁵³ at most.
+        assert figures["rms"] == pytest.approx(np.sqrt(np.mean(values**2)), rel=values.size * 2.0**-52)
+
+
+def test_stats_of_an_unfinished_cache_is_of_its_shards(tmp_path: Path) -> None:
+    plan = make_plan(SHAPE)
+    manifest = start_cache(tmp_path, SHAPE, plan)
+    empty = cache_statistics(tmp_path)
+    assert (empty["shards"], empty["bytes"], empty["bytes_per_slot"], empty["bytes_per_token"]) == (0, 0, 0.0, 0.0)
+    assert empty["layers"]["4"] == {"rms": 0.0, "max_abs": 0.0}
+    write_shard(tmp_path, manifest, 2, make_rows(SHAPE, manifest, plan, 2))
+    one = cache_statistics(tmp_path)
+    assert one["rows"] == 5
+    assert one["bytes_per_slot"] == one["bytes"] / 96
+    assert one["bytes_per_token"] == one["bytes"] / plan.document_tokens[plan.document_row == 4].sum()
+
+
+def test_stats_prints_a_table(cache: Path) -> None:
+    done = run("stats", cache)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "shards     3 of 3\n" in done.stdout
+    assert "rows       5 of 96 tokens, " in done.stdout
+    assert "layer 4    rms " in done.stdout
+
+
+def test_verify_of_a_whole_cache(cache: Path) -> None:
+    done = run("verify", cache)
+    num_files = len(content(cache))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"3 shards, {num_files} files verified: no faults\n"
+    assert json.loads(run("verify", cache, "--json").stdout) == {"shards": 3, "files": num_files, "faults": []}
+
+
+def test_verify_prints_a_line_for_each_fault(tmp_path: Path) -> None:
+    make_cache(tmp_path, SHAPE)
+    flip_bit(tmp_path / "shard-00001/hidden/4/c/0/0/0", 8)
+    flip_bit(tmp_path / "target/head.json", 8)
+    done = run("verify", tmp_path)
+    target, shard, closing = done.stdout.splitlines()
+    assert done.returncode == 1
+    assert target.startswith("target/head.json: sha256 is ")
+    assert shard.startswith("shard-00001 hidden/4 row 2: crc32c is ")
+    assert closing.startswith("3 shards, ")
+    assert closing.endswith(" files verified: 2 faults")
+    assert json.loads(run("verify", tmp_path, "--json").stdout)["faults"] == [target, shard]
+
+
+def test_verify_of_a_damaged_manifest_is_a_fault(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{")
+    done = run("verify", tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "manifest.json cannot be read" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["stats", "verify"])
+@pytest.mark.parametrize("make", ["nothing", "directory", "file"])
+def test_what_is_no_cache_is_a_usage_error(tmp_path: Path, command: str, make: str) -> None:
+    path = tmp_path / "cache"
+    if make == "directory":
+        path.mkdir()
+    if make == "file":
+        path.write_text("")
+    done = run(command, path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {path} is not a cache: ")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,124 @@
+"""Checkpoints: restored to the bit, whole or absent, the newest ones kept."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shards.errors import RunError
+from tests.train.caches import write_config
+from train.checkpoint import STATE_FILE, checkpoint_step, latest_checkpoint, load_checkpoint, save_checkpoint
+from train.config import RunConfig
+from train.ranks import Ranks
+from train.target_head import TargetHead
+from train.trainer import Trainer
+
+CPU = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
+
+
+def new_trainer(config: RunConfig, *, step: int = 0) -> Trainer:
+    """A trainer whose whole state is random and of this step."""
+    shape = (config.target.vocab_size, config.target.hidden_size)
+    head = TargetHead(
+        embed_tokens_VH=torch.zeros(shape),
+        lm_head_VH=torch.zeros(shape),
+        input_embedding_scale=1.0,
+        output_multiplier=1.0,
+        final_logit_softcapping=None,
+    )
+    trainer = Trainer(config, head, CPU, num_steps=100)
+    for i, tensor in enumerate(trainer.flat.state().values()):
+        tensor.normal_(generator=torch.Generator().manual_seed(step + i))
+    trainer.flat.refresh_weights()
+    for i, counter in enumerate(trainer.step.counters):
+        counter.fill_(step + i)
+    return trainer
+
+
+@pytest.fixture(params=["fp32", "bf16"])
+def config(request, tmp_path) -> RunConfig:
+    return RunConfig.load(write_config(tmp_path / "tiny.toml"), [f"train.precision={request.param}"])
+
+
+def test_a_checkpoint_restores_every_bit(config, tmp_path):
+    saved = new_trainer(config, step=7)
+    checkpoint = save_checkpoint(tmp_path / "run", config, saved)
+    assert checkpoint == latest_checkpoint(tmp_path / "run")
+    assert checkpoint_step(checkpoint) == 7
+
+    loaded = new_trainer(config)
+    load_checkpoint(checkpoint, loaded.flat, loaded.step.counters)
+    for name, tensor in saved.flat.state().items():
+        assert torch.equal(loaded.flat.state()[name], tensor), name
+    assert [int(c) for c in loaded.step.counters] == [int(c) for c in saved.step.counters]
+    for name, parameter in saved.drafter.named_parameters():
+        assert torch.equal(loaded.drafter.get_parameter(name), parameter), name
+
+
+def test_fp32_masters_survive_in_full(config, tmp_path):
+    """Not rounded to the weights' type on the way, which would be lost in silence."""
+    saved = new_trainer(config, step=7)
+    path = save_checkpoint(tmp_path / "run", config, saved)
+    loaded = new_trainer(config)
+    load_checkpoint(path, loaded.flat, loaded.step.counters)
+    assert loaded.flat.masters.dtype == torch.float32
+    assert not torch.equal(loaded.flat.masters, loaded.flat.masters.bfloat16().float())
+
+
+def test_the_newest_are_kept_and_latest_points_at_the_last(config, tmp_path):
+    config = replace(config, train=replace(config.train, keep_checkpoints=2))
+    for step in (8, 9, 10, 100):
+        save_checkpoint(tmp_path / "run", config, new_trainer(config, step=step))
+    checkpoints = tmp_path / "run/checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-10", "step-100"]
+    assert (checkpoints / "latest").readlink() == Path("step-100")
+
+
+def test_leftovers_of_a_crash_are_no_checkpoint_and_do_no_harm(config, tmp_path):
+    run = tmp_path / "run"
+    leftover = run / "checkpoints/.step-8.tmp/state"
+    leftover.mkdir(parents=True)
+    (leftover / "state.safetensors").write_bytes(b"half")
+    assert latest_checkpoint(run) is None
+    checkpoint = save_checkpoint(run, config, new_trainer(config, step=8))
+    loaded = new_trainer(config)
+    load_checkpoint(checkpoint, loaded.flat, loaded.step.counters)
+    assert loaded.step.counters.step == 8
+
+
+def test_a_crash_between_rename_and_link_leaves_the_older_checkpoint_in_charge(config, tmp_path):
+    run = tmp_path / "run"
+    older = save_checkpoint(run, config, new_trainer(config, step=8))
+    newer = save_checkpoint(run, config, new_trainer(config, step=9))
+    link = run / "checkpoints/latest"
+    link.unlink()
+    link.symlink_to(older.name)
+    assert latest_checkpoint(run) == older
+    assert save_checkpoint(run, config, new_trainer(config, step=9)) == newer  # after the resume
+    assert latest_checkpoint(run) == newer
+
+
+@pytest.mark.parametrize("damage", ["cut short", "missing", "of another drafter"])
+def test_a_damaged_state_is_refused(config, tmp_path, damage):
+    checkpoint = save_checkpoint(tmp_path / "run", config, new_trainer(config, step=8))
+    path = checkpoint / STATE_FILE
+    loading = config
+    if damage == "cut short":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif damage == "missing":
+        path.unlink()
+    else:
+        loading = replace(config, drafter=replace(config.drafter, intermediate_size=48))
+    trainer = new_trainer(loading)
+    with pytest.raises(RunError, match=r"state\.safetensors"):
+        load_checkpoint(checkpoint, trainer.flat, trainer.step.counters)
+
+
+def test_a_disk_that_refuses_leaves_the_older_checkpoint(config, tmp_path):
+    run = tmp_path / "run"
+    older = save_checkpoint(run, config, new_trainer(config, step=8))
+    (run / "checkpoints/.step-9.tmp").write_text("a file where the directory should be")
+    with pytest.raises(RunError, match="the checkpoint before it is intact"):
+        save_checkpoint(run, config, new_trainer(config, step=9))
+    assert latest_checkpoint(run) == older

@@ -1,0 +1,255 @@
+"""Live runs of `python -m train` on tiny caches: real processes, stopped and continued, on one to three ranks.
+
+A worker is started the way torchrun starts it, which spares the launcher's start-up. The pipe that a run prints to is
+small and read line by line, so a run can't get far ahead of a test that watches it.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.train.caches import worker_environment, write_cache, write_config
+from train.config import RunConfig
+
+ROOT = Path(__file__).parents[2]
+PIPE_BYTES = 4096  # the smallest there is: some 45 lines of progress
+NUM_STEPS = 100  # more than fit into the pipe
+SETTINGS = ("train.epochs=50", "train.save_every=10", "train.eval_every=20")  # 2 steps an epoch
+TIMINGS = ("tokens_per_second", "data_wait_fraction")
+# Native threads that a trainer on the CPU may have, by name, and how many. OpenMP's are switched off here.
+NATIVE_THREADS = {"python": 1}
+NATIVE_THREADS_OF_A_RANK = {"python": 1, "gloo_tcp_loop": 1, "pt_gloo_runloop": 2}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    """A directory with tiny.toml and cache/."""
+    directory = tmp_path_factory.mktemp("workspace")
+    write_cache(directory / "cache", RunConfig.load(write_config(directory / "tiny.toml")))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def launched(workspace, tmp_path_factory) -> tuple[Path, str]:
+    """A whole run through the launcher, and what it printed."""
+    run = tmp_path_factory.mktemp("runs") / "launched"
+    output, _ = finish(start_launcher(workspace, run))
+    return run, output
+
+
+@pytest.fixture
+def reporting(tmp_path) -> dict[str, str]:
+    """Environment that makes Python print its threads when it gets SIGUSR1; the programs know nothing of it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import json, os, signal, threading\n"
+        "def report(*_):\n"
+        "    native = [open(f'/proc/self/task/{t}/comm').read().strip() for t in os.listdir('/proc/self/task')]\n"
+        "    python = [thread.name for thread in threading.enumerate()]\n"
+        "    print('\\nTHREADS', json.dumps({'python': python, 'native': native}), flush=True)\n"
+        "signal.signal(signal.SIGUSR1, report)\n"
+    )
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+def start_launcher(workspace: Path, run: Path, *arguments: str, **environment: str) -> subprocess.Popen:
+    return _start(workspace, run, arguments, {**os.environ, "OMP_NUM_THREADS": "1", **environment})
+
+
+def start_worker(workspace: Path, run: Path, *arguments: str) -> subprocess.Popen:
+    return _start(workspace, run, arguments, worker_environment())
+
+
+def start_ranks(
+    workspace: Path, run: Path, world_size: int, *arguments: str, **environment: str
+) -> list[subprocess.Popen]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        _start(
+            workspace,
+            run,
+            arguments,
+            worker_environment(rank=rank, world_size=world_size, store_port=store.port) | environment,
+        )
+        for rank in range(world_size)
+    ]
+    ranks[0].store = store  # lives as long as they do
+    return ranks
+
+
+def _start(workspace: Path, run: Path, arguments: Sequence[str], environment: dict[str, str]) -> subprocess.Popen:
+    paths = ["--config", workspace / "tiny.toml", "--cache", workspace / "cache", "--run", run]
+    return subprocess.Popen(
+        [sys.executable, "-m", "train", *map(str, paths), *SETTINGS, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        pipesize=PIPE_BYTES,
+    )
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> tuple[str, str]:
+    """Wait for the end; returns what was printed since, and stderr."""
+    output, errors = process.communicate()
+    assert process.returncode == code, f"exit code {process.returncode}\n{output}\n{errors}"
+    return output, errors
+
+
+def read_until(process: subprocess.Popen, beginning: str) -> str:
+    """Read the output up to the line that begins so, and return the rest of that line."""
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return line.removeprefix(beginning)
+    pytest.fail(f"the run ended before it printed {beginning!r}: {process.stderr.read()}")
+
+
+def child(process: subprocess.Popen) -> int:
+    tasks = Path(f"/proc/{process.pid}/task").iterdir()
+    [process_id] = [process_id for task in tasks for process_id in (task / "children").read_text().split()]
+    return int(process_id)
+
+
+def latest(run: Path) -> Path:
+    return (run / "checkpoints/latest").resolve()
+
+
+def read_metrics(run: Path) -> list[dict]:
+    """Without what differs between any two runs."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIMINGS} for line in lines]
+
+
+def assert_bitwise_equal(run: Path, other: Path) -> None:
+    for name in ("model.safetensors", "config.json", "state/state.safetensors", "state/counters.json"):
+        assert (latest(run) / name).read_bytes() == (latest(other) / name).read_bytes(), name
+    assert read_metrics(run) == read_metrics(other)
+
+
+def assert_threads(report: str, allowed_native: dict[str, int]) -> None:
+    threads = json.loads(report)
+    assert threads["python"] == ["MainThread"]
+    for name in set(threads["native"]):
+        count = threads["native"].count(name)
+        assert count <= allowed_native.get(name, 0), f"{count} native threads are named {name}: {threads['native']}"
+
+
+def test_a_run_leaves_what_it_promises(launched):
+    run, output = launched
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
+    assert [line["epoch"] for line in lines] == [step // 2 for step in range(NUM_STEPS)]
+    every_line = {"step", "epoch", "loss", "acceptance_length", "accuracy_per_slot", "tokens_per_second"}
+    every_line |= {"data_wait_fraction", "learning_rate", "grad_norm", "skipped_steps"}
+    assert all(every_line <= line.keys() for line in lines)
+    assert all(len(line["accuracy_per_slot"]) == 3 for line in lines)
+    evaluated = [line["step"] for line in lines if "heldout_acceptance_length" in line]
+    assert evaluated == [20, 40, 60, 80, 100]
+    assert {"heldout_loss", "heldout_accuracy_per_slot"} <= lines[-1].keys()
+    assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
+
+    assert (run / "checkpoints/latest").is_symlink()
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-100", "step-90"]
+    assert json.loads((run / "config.json").read_text())["drafter.num_layers"] == 2
+    for said in (str(run), f"step {NUM_STEPS}/{NUM_STEPS}", "loss", "held-out τ", "without context"):
+        assert said in output
+
+
+def test_a_finished_run_says_so_and_is_left_alone(workspace, launched):
+    run, _ = launched
+    before = sorted((path, path.lstat().st_mtime_ns) for path in run.rglob("*"))
+    output, _ = finish(start_launcher(workspace, run, "--resume"))
+    assert "nothing to train" in output
+    assert before == sorted((path, path.lstat().st_mtime_ns) for path in run.rglob("*"))
+
+
+def test_a_run_stopped_by_sigterm_to_the_launcher_resumes_to_the_same_bits(workspace, launched, tmp_path):
+    run = tmp_path / "run"
+    launcher = start_launcher(workspace, run)
+    read_until(launcher, "step 33/")
+    launcher.send_signal(signal.SIGTERM)
+    _, errors = finish(launcher, code=1)
+    stopped = read_metrics(run)[-1]["step"]
+    assert 33 <= stopped < NUM_STEPS
+    assert f"interrupted at step {stopped}, --resume continues" in errors
+    assert "Traceback" not in errors
+    assert latest(run).name == f"step-{stopped}"
+    finish(start_worker(workspace, run, "--resume"))
+    assert_bitwise_equal(run, launched[0])
+
+
+def test_a_killed_run_resumes_to_the_same_bits(workspace, launched, tmp_path):
+    run = tmp_path / "run"
+    worker = start_worker(workspace, run)
+    read_until(worker, "step 25/")
+    worker.kill()
+    worker.communicate()
+    assert latest(run).name in {f"step-{step}" for step in range(20, NUM_STEPS, 10)}
+    # What a kill at the worst of times leaves: a line that is cut short, a checkpoint without its name.
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9')
+    shutil.copytree(latest(run), run / "checkpoints/.step-100.tmp")
+    finish(start_worker(workspace, run, "--resume"))
+    assert_bitwise_equal(run, launched[0])
+
+
+def test_ranks_stop_together_have_one_thread_each_and_resume_on_another_number(
+    workspace, launched, reporting, tmp_path
+):
+    """Six rows a step: on two ranks in three micro-steps, then on three ranks in one, as on one rank in six.
+
+    Sums in another order change the last bits; Adam at a learning rate of 1e-2 makes them 1e-3 of the loss in time.
+    """
+    run = tmp_path / "run"
+    ranks = start_ranks(workspace, run, 2, **reporting)
+    read_until(ranks[0], "step 21/")
+    for rank in ranks:
+        rank.send_signal(signal.SIGUSR1)
+        assert_threads(read_until(rank, "THREADS "), NATIVE_THREADS_OF_A_RANK)
+    ranks[1].send_signal(signal.SIGTERM)  # only one of them is told
+    for rank in ranks:
+        _, errors = finish(rank, code=1)
+        assert f"interrupted at step {read_metrics(run)[-1]['step']}, --resume continues" in errors
+    for rank in start_ranks(workspace, run, 3, "--resume"):
+        finish(rank)
+
+    lines, expected = read_metrics(run), read_metrics(launched[0])
+    assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
+    for line, other in zip(lines, expected, strict=True):
+        tolerance = 1e-5 if line["step"] <= 5 else 2e-2
+        assert line["loss"] == pytest.approx(other["loss"], rel=tolerance), f"step {line['step']}"
+        assert line["learning_rate"] == other["learning_rate"]
+    masters, others = (load_file(latest(r) / "state/state.safetensors")["masters"] for r in (run, launched[0]))
+    assert torch.linalg.vector_norm(masters - others) < 0.02 * torch.linalg.vector_norm(others)
+
+
+def test_a_launched_worker_has_one_thread_and_its_death_ends_the_job(workspace, reporting, tmp_path):
+    """The threads are those after steps with their backward, an evaluation and checkpoints."""
+    launcher = start_launcher(workspace, tmp_path / "run", **reporting)
+    read_until(launcher, "step 21/")
+    worker = child(launcher)
+    os.kill(worker, signal.SIGUSR1)
+    assert_threads(read_until(launcher, "THREADS "), NATIVE_THREADS)
+    os.kill(worker, signal.SIGKILL)
+    _, errors = finish(launcher, code=1)
+    assert "rank 0" in errors
+
+
+def test_losses_that_are_not_finite_end_the_run(tmp_path):
+    write_cache(tmp_path / "cache", RunConfig.load(write_config(tmp_path / "tiny.toml")), head_value=float("nan"))
+    run = tmp_path / "run"
+    _, errors = finish(start_worker(tmp_path, run, "train.max_bad_steps=3"), code=1)
+    assert "not finite" in errors
+    assert "Traceback" not in errors
+    assert [line["skipped_steps"] for line in read_metrics(run)] in ([1, 2], [1, 2, 3])

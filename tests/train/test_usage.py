@@ -1,0 +1,169 @@
+"""`python -m train` with wrong input: one sentence, exit 2, nothing written; and `--check`, which only prints."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from tests.train.caches import CONFIG, write_cache, write_config
+from train.__main__ import main
+from train.config import RunConfig
+
+ROOT = Path(__file__).parents[2]
+WRONG_SETTINGS = {  # override → what the sentence must say
+    "train.lrr=1e-3": "did you mean lr?",
+    "trian.lr=1e-3": "did you mean train?",
+    "train.lr": "section.key=value",
+    "train.lr=fast": "train.lr is 'fast'",
+    "train.lr=-1.0": "must be positive",
+    "train.loss=mse": "must be one of",
+    "train.betas=[0.9]": "two numbers",
+    "train.warmup_fraction=1.5": "[0, 1]",
+    "train.num_anchors=49": "a row has only 48 tokens",
+    "train.rows_per_micro_step=4": "must be a multiple of 4, for example 4 or 8",
+    "train.log_every=4": "multiple of train.log_every",
+    "drafter.block_size=1": "at least 2",
+    "drafter.head_dim=7": "even",
+    "drafter.num_attention_heads=3": "multiple of num_key_value_heads",
+    "drafter.layer_types=['full_attention']": "num_layers is 2",
+    "drafter.layer_types=['full_attention', 'linear']": "must be one of",
+    "drafter.layer_types=['full_attention', 'sliding_attention']": "sliding_window must be set",
+    "drafter.sliding_window=9": "has no effect",
+    "drafter.target_layer_ids=[1, 1]": "each once",
+    "drafter.target_layer_ids=[1, 3]": "[3] that are not in cache.layers, [1, 2, 4]",
+    "drafter.target_layer_ids=[1, 5]": "the target's last",
+    "drafter.target_layer_ids=[1, 6]": "decoder layers are 0..5",
+    "target.mask_token_id=40": "must be in 0..39",
+    "target.mask_token_id=38": "was made with target.mask_token_id = 39, the config says 38",
+    "target.hidden_size=32": "was made with target.hidden_size = 16, the config says 32",
+    "cache.layers=[1, 2, 3, 4]": "was made with cache.layers = [1, 2, 4], the config says [1, 2, 3, 4]",
+    "cache.row_tokens=64": "was made with cache.row_tokens = 48, the config says 64",
+    "data.holdout_fraction=0.5": "was made with data.holdout_fraction = 0.02, the config says 0.5",
+}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("usage")
+    write_cache(directory / "cache", RunConfig.load(write_config(directory / "tiny.toml")))
+    return directory
+
+
+@pytest.fixture
+def copied(workspace, tmp_path) -> Path:
+    """A workspace that may be spoilt."""
+    return Path(shutil.copytree(workspace, tmp_path / "copied"))
+
+
+def call(workspace: Path, *arguments: str, config: str = "tiny.toml") -> int:
+    paths = {"--config": workspace / config, "--cache": workspace / "cache", "--run": workspace / "run"}
+    given = [str(part) for option, path in paths.items() if option not in arguments for part in (option, path)]
+    with patch.object(sys, "argv", ["train", *given, *arguments]), patch.dict(os.environ):
+        os.environ.pop("TORCHELASTIC_RUN_ID", None)
+        return main()
+
+
+def snapshot(directory: Path) -> list[tuple[Path, int, int]]:
+    return sorted((path, path.lstat().st_size, path.lstat().st_mtime_ns) for path in directory.rglob("*"))
+
+
+def check_refused(capsys, workspace: Path, said: str, *arguments: str, **options: str) -> None:
+    before = snapshot(workspace)
+    assert call(workspace, *arguments, **options) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("error: ")
+    assert output.err.count("\n") == 1, output.err
+    assert said in output.err
+    assert snapshot(workspace) == before
+
+
+@pytest.mark.parametrize("setting", WRONG_SETTINGS)
+def test_a_wrong_setting_is_refused(capsys, workspace, setting):
+    check_refused(capsys, workspace, WRONG_SETTINGS[setting], setting)
+
+
+def test_a_missing_config_is_refused(capsys, workspace):
+    check_refused(capsys, workspace, "does not exist", config="absent.toml")
+
+
+def test_a_config_that_is_no_toml_is_refused(capsys, copied):
+    (copied / "tiny.toml").write_text("[target\n")
+    check_refused(capsys, copied, "cannot be read as TOML")
+
+
+def test_a_missing_key_is_refused(capsys, copied):
+    (copied / "tiny.toml").write_text(CONFIG.replace("num_anchors = 8\n", ""))
+    check_refused(capsys, copied, "lacks the key train.num_anchors")
+
+
+def test_a_block_size_without_a_published_decay_must_set_one(capsys, copied):
+    (copied / "tiny.toml").write_text(CONFIG.replace("gamma = 3.0\n", ""))
+    check_refused(capsys, copied, "train.gamma has no default for drafter.block_size 4")
+
+
+@pytest.mark.parametrize("name", ["absent", "empty"])
+def test_a_directory_without_a_manifest_is_no_cache(capsys, copied, name):
+    (copied / "empty").mkdir()
+    check_refused(capsys, copied, "is not a cache", "--cache", str(copied / name))
+
+
+def test_a_cache_that_lacks_a_shard_is_refused(capsys, copied):
+    shutil.rmtree(copied / "cache/shard-00001")
+    check_refused(capsys, copied, "lacks 1 of")
+
+
+def test_a_cache_without_training_rows_is_refused(capsys, copied):
+    shutil.rmtree(copied / "cache")
+    write_cache(copied / "cache", RunConfig.load(copied / "tiny.toml"), train_rows=[], heldout_rows=[[20]])
+    check_refused(capsys, copied, "no rows to train on")
+
+
+def test_a_run_directory_that_is_not_empty_needs_resume(capsys, copied):
+    (copied / "run").mkdir()
+    (copied / "run/notes.txt").write_text("mine")
+    check_refused(capsys, copied, "is not empty: --resume continues the run in it")
+    check_refused(capsys, copied, "holds no run", "--resume")
+
+
+@pytest.mark.parametrize("setting", ["train.lr=2e-2", "drafter.num_layers=3", "train.epochs=3", "train.seed=1"])
+def test_a_run_is_not_continued_with_another_config(capsys, copied, setting):
+    from train.rundir import record_config  # what a run that was killed before its first checkpoint leaves
+
+    record_config(copied / "run", RunConfig.load(copied / "tiny.toml"))
+    check_refused(capsys, copied, f"was begun with {setting.partition('=')[0]} = ", setting, "--resume")
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-8b", "qwen3.6-27b"])
+def test_check_needs_neither_cache_nor_weights(capsys, tmp_path, name):
+    arguments = ("--config", str(ROOT / f"configs/{name}.toml"), "--check", "--json")
+    assert call(tmp_path, *arguments) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["num_parameters"] > 1e6
+    assert plan["num_steps"] is None
+    assert list(tmp_path.iterdir()) == []
+    assert call(tmp_path, *arguments[:-1]) == 0
+    assert f"{plan['num_parameters']:,} parameters" in capsys.readouterr().out
+
+
+def test_check_of_the_27b_config_gives_the_published_sizes(capsys, tmp_path):
+    """fc K·H·H, then per layer q and o (H·32·128 each), k and v (H·8·128 each), three of H·I, and the norms."""
+    assert call(tmp_path, "--config", str(ROOT / "configs/qwen3.6-27b.toml"), "--check", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    hidden, intermediate = 5120, 17_408
+    layer = 2 * hidden * 32 * 128 + 2 * hidden * 8 * 128 + 3 * hidden * intermediate + 2 * hidden + 2 * 128
+    assert plan["num_parameters"] == 5 * hidden * hidden + 5 * layer + 2 * hidden
+    assert plan["token_budget"] == 49_152
+    assert (plan["num_processes"], plan["num_micro_steps"]) == (3, 1)
+
+
+def test_check_with_a_cache_counts_steps_and_writes_nothing(capsys, workspace):
+    before = snapshot(workspace)
+    assert call(workspace, "--check", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["num_train_rows"], plan["num_steps"], plan["num_missing_shards"]) == (11, 4, 0)
+    assert snapshot(workspace) == before

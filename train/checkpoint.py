@@ -1,0 +1,107 @@
+"""Checkpoints: directories written beside and renamed into place, with `latest` pointing at the newest.
+
+- checkpoints/step-N/model.safetensors, config.json: the drafter, as serving engines load it (bf16)
+- checkpoints/step-N/state/: what an exact continuation needs: masters, moments, counters
+
+Everything is unsharded, so a run continues on another number of ranks.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from shards.errors import RunError
+from shards.manifest import sync_directory, write_json
+from train.config import RunConfig
+from train.export import export_drafter
+from train.optimizer import Counters, FlatParameters
+from train.trainer import Trainer
+
+CHECKPOINTS_DIRECTORY = "checkpoints"
+LATEST_LINK = "latest"
+STATE_FILE = "state/state.safetensors"
+COUNTERS_FILE = "state/counters.json"
+
+
+def save_checkpoint(run: Path, config: RunConfig, trainer: Trainer) -> Path:
+    """Write the checkpoint of the step that the trainer has reached, and drop old ones. Only the first rank calls."""
+    values = {name: int(counter) for name, counter in trainer.step.counters._asdict().items()}
+    directory = run / CHECKPOINTS_DIRECTORY / f"step-{values['step']}"
+    if directory.exists():
+        return directory
+    beside = directory.with_name(f".{directory.name}.tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        (beside / "state").mkdir(parents=True)
+        export_drafter(beside, trainer.drafter, config, trainer.head)
+        save_file({name: tensor.cpu() for name, tensor in trainer.flat.state().items()}, beside / STATE_FILE)
+        write_json(beside / COUNTERS_FILE, values)
+    except OSError as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise RunError(f"{directory} could not be written: {error}; the checkpoint before it is intact") from error
+    _sync_tree(beside)
+    os.rename(beside, directory)
+    _point_latest_at(directory)
+    _drop_old(directory.parent, keep=config.train.keep_checkpoints)
+    return directory
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The checkpoint that `latest` points at, or None when the run has none."""
+    link = run / CHECKPOINTS_DIRECTORY / LATEST_LINK
+    return link.resolve() if link.exists() else None
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    return int(read_counters(checkpoint)["step"])
+
+
+def read_counters(checkpoint: Path) -> dict[str, Any]:
+    try:
+        return json.loads((checkpoint / COUNTERS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{checkpoint / COUNTERS_FILE} cannot be read: {error}") from error
+
+
+def load_checkpoint(checkpoint: Path, flat: FlatParameters, counters: Counters) -> None:
+    """Restore masters, moments and counters in place, and the weights from the masters."""
+    path = checkpoint / STATE_FILE
+    try:
+        tensors = load_file(path)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    for name, tensor in flat.state().items():
+        if tensors[name].shape != tensor.shape:
+            raise RunError(f"{path} has {name} of {tensors[name].numel()} values, this drafter has {tensor.numel()}")
+        tensor.copy_(tensors[name])
+    flat.refresh_weights()
+    values = read_counters(checkpoint)
+    for name, counter in counters._asdict().items():
+        counter.copy_(torch.tensor(values[name]))
+
+
+def _point_latest_at(directory: Path) -> None:
+    beside = directory.parent / f".{LATEST_LINK}.tmp"
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(directory.name)
+    os.rename(beside, directory.parent / LATEST_LINK)
+    sync_directory(directory.parent)
+
+
+def _drop_old(checkpoints: Path, *, keep: int) -> None:
+    by_step = sorted(checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    for path in by_step[:-keep]:
+        shutil.rmtree(path)
+
+
+def _sync_tree(directory: Path) -> None:
+    for parent, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            with open(Path(parent) / name, "rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(parent))

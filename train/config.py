@@ -1,0 +1,191 @@
+"""The configuration of training: `[drafter]` says what is trained, `[train]` how.
+
+Everything that can be known to be wrong without reading a shard is refused here, before a worker starts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from shards.config import CacheConfig, ConfigFile, DataConfig, TargetConfig, check_layers, require_positive
+from shards.errors import UsageError
+
+LayerType = Literal["full_attention", "sliding_attention"]
+DEFAULT_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0, 7: 4.0}  # block size → decay of the slot weights, from the paper
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Sizes of the drafter. Its hidden size and vocabulary are the target's."""
+
+    num_layers: int
+    block_size: int  # B: slots of a block, the anchor's included
+    target_layer_ids: tuple[int, ...]  # the context feature: these layers' outputs, in this order
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 40_960  # recorded for serving engines; training positions end with the row
+    attention_bias: bool = False
+    layer_types: tuple[LayerType, ...] | None = None  # None: all full
+    sliding_window: int | None = None  # tokens; for the sliding layers
+    is_causal: bool | None = None  # inside the block. None: sliding layers are, full layers are not
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        positive = ("num_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "rope_theta")
+        require_positive(self, "drafter", *positive, "rms_norm_eps", "init_std", "max_position_embeddings")
+        if self.block_size < 2:
+            raise UsageError(f"drafter.block_size is {self.block_size}: it must be at least 2, the anchor and one slot")
+        if self.head_dim <= 0 or self.head_dim % 2:
+            raise UsageError(f"drafter.head_dim is {self.head_dim}: it must be positive and even")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UsageError(
+                f"drafter.num_attention_heads is {self.num_attention_heads}: it must be a multiple of "
+                f"num_key_value_heads, {self.num_key_value_heads}"
+            )
+        if not self.target_layer_ids or len(set(self.target_layer_ids)) != len(self.target_layer_ids):
+            raise UsageError(
+                f"drafter.target_layer_ids is {list(self.target_layer_ids)}: it must name layers, each once"
+            )
+        if self.layer_types is not None and len(self.layer_types) != self.num_layers:
+            raise UsageError(
+                f"drafter.layer_types has {len(self.layer_types)} entries: num_layers is {self.num_layers}"
+            )
+        has_sliding = "sliding_attention" in self.resolved_layer_types
+        if has_sliding and (self.sliding_window is None or self.sliding_window <= 0):
+            raise UsageError("drafter.layer_types has sliding layers: drafter.sliding_window must be set and positive")
+        if self.sliding_window is not None and not has_sliding:
+            raise UsageError("drafter.sliding_window has no effect: drafter.layer_types has no sliding layer")
+
+    @property
+    def resolved_layer_types(self) -> tuple[LayerType, ...]:
+        return self.layer_types or ("full_attention",) * self.num_layers
+
+    def layer_window(self, layer: int) -> int | None:
+        return self.sliding_window if self.resolved_layer_types[layer] == "sliding_attention" else None
+
+    def layer_is_causal(self, layer: int) -> bool:
+        if self.is_causal is None:
+            return self.resolved_layer_types[layer] == "sliding_attention"
+        return self.is_causal
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One run. Steps are optimizer steps everywhere."""
+
+    gpus: tuple[int, ...] | None = None  # one process each; None: all that are visible, or one process on the CPU
+    num_anchors: int  # N, per row
+    rows_per_step: int  # the global batch, over all ranks
+    rows_per_micro_step: int = 1  # per rank: what is in memory at once
+    epochs: int = 6
+    max_steps: int | None = None  # stop earlier than the epochs say; the learning rate schedule ends there too
+    lr: float = 6e-4
+    warmup_fraction: float = 0.04  # of all steps: linear from 0
+    final_lr_fraction: float = 0.1  # of lr: where the cosine ends
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip_norm: float = 1.0
+    gamma: float | None = None  # decay of the slot weights, in slots; None: by block size
+    loss: Literal["ce"] = "ce"
+    precision: Literal["fp32", "bf16"] = "bf16"  # of weights and activations; masters and moments are fp32 always
+    seed: int = 0
+    log_every: int = 10
+    eval_every: int = 500
+    save_every: int = 500
+    keep_checkpoints: int = 2
+    max_bad_steps: int = 20  # so many non-finite steps in a row end the run
+
+    def __post_init__(self) -> None:
+        positive = ("num_anchors", "rows_per_step", "rows_per_micro_step", "epochs", "lr", "eps", "clip_norm")
+        every = ("log_every", "eval_every", "save_every", "keep_checkpoints", "max_bad_steps")
+        require_positive(self, "train", *positive, *every)
+        if self.max_steps is not None:
+            require_positive(self, "train", "max_steps")
+        if self.gamma is not None:
+            require_positive(self, "train", "gamma")
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise UsageError(f"train.betas is {list(self.betas)}: it must be two numbers in [0, 1)")
+        for key in ("warmup_fraction", "final_lr_fraction"):
+            if not 0.0 <= getattr(self, key) <= 1.0:
+                raise UsageError(f"train.{key} is {getattr(self, key)}: it must be in [0, 1]")
+        if self.gpus is not None and (not self.gpus or len(set(self.gpus)) != len(self.gpus)):
+            raise UsageError(f"train.gpus is {list(self.gpus)}: it must name GPUs, each once")
+        for key in ("eval_every", "save_every"):
+            if getattr(self, key) % self.log_every:
+                raise UsageError(
+                    f"train.{key} is {getattr(self, key)}: it must be a multiple of train.log_every, {self.log_every}, "
+                    "because the device is only read at log intervals"
+                )
+
+    def num_micro_steps(self, world_size: int) -> int:
+        """Micro-steps of one step on each rank; raise UsageError unless the global batch divides."""
+        rows_per_round = world_size * self.rows_per_micro_step
+        if self.rows_per_step % rows_per_round:
+            below = self.rows_per_step // rows_per_round * rows_per_round
+            fitting = [value for value in (below, below + rows_per_round) if value]
+            raise UsageError(
+                f"train.rows_per_step is {self.rows_per_step}: with {world_size} processes of "
+                f"{self.rows_per_micro_step} rows a micro-step it must be a multiple of {rows_per_round}, for example "
+                f"{' or '.join(map(str, fitting))}"
+            )
+        return self.rows_per_step // rows_per_round
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All that a training run reads of its config file."""
+
+    target: TargetConfig
+    data: DataConfig
+    cache: CacheConfig
+    drafter: DrafterConfig
+    train: TrainConfig
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
+        file = ConfigFile.load(path, overrides)
+        return cls(
+            target=file.section("target", TargetConfig),
+            data=file.section("data", DataConfig),
+            cache=file.section("cache", CacheConfig),
+            drafter=file.section("drafter", DrafterConfig),
+            train=file.section("train", TrainConfig),
+        )
+
+    def __post_init__(self) -> None:
+        check_layers("drafter.target_layer_ids", self.drafter.target_layer_ids, self.target)
+        check_layers("cache.layers", self.cache.layers, self.target)
+        missing = [layer for layer in self.drafter.target_layer_ids if layer not in self.cache.layers]
+        if missing:
+            raise UsageError(
+                f"drafter.target_layer_ids has layers {missing} that are not in cache.layers, {list(self.cache.layers)}"
+            )
+        if self.train.num_anchors > self.cache.row_tokens:
+            raise UsageError(
+                f"train.num_anchors is {self.train.num_anchors}: a row has only {self.cache.row_tokens} tokens"
+            )
+
+    @property
+    def gamma(self) -> float:
+        """Decay of the slot weights: as set, or the paper's for the block size."""
+        if self.train.gamma is not None:
+            return self.train.gamma
+        if self.drafter.block_size not in DEFAULT_GAMMA:
+            raise UsageError(
+                f"train.gamma has no default for drafter.block_size {self.drafter.block_size} "
+                f"(only for {sorted(DEFAULT_GAMMA)}): set it"
+            )
+        return DEFAULT_GAMMA[self.drafter.block_size]
+
+
+def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """The published choice of context layers: spread from layer 1 to layer N−3 (DFLASH.md; Python's rounding)."""
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    spacing = (num_target_layers - 4) / (num_draft_layers - 1)
+    return tuple(round(1 + i * spacing) for i in range(num_draft_layers))

@@ -1,0 +1,52 @@
+"""CUDA graphs: a function is captured once and replayed by the thread that captured it, or the run stops.
+
+The failure that this project exists for: a graph captured on one thread and replayed on another. Here the graph knows
+its owner and refuses. There is no fallback: when capture fails, the reason is the user's to see.
+"""
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from shards.errors import RunError
+
+NUM_WARMUPS = 2  # compilation, autotuning and lazy handles come before capture
+
+
+class CapturedFunction:
+    """`function`, which takes nothing and returns nothing, as one CUDA graph over fixed addresses."""
+
+    def __init__(self, function: Callable[[], None], name: str) -> None:
+        self.function = function
+        self.name = name
+        self.owner = threading.get_ident()
+        side_stream = torch.cuda.Stream()
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
+            for _ in range(NUM_WARMUPS):
+                function()
+        torch.cuda.current_stream().wait_stream(side_stream)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(self.graph):
+                function()
+        except RuntimeError as error:
+            raise RunError(f"the {name} could not be captured as a CUDA graph: {error}") from error
+
+    def __call__(self) -> None:
+        if threading.get_ident() != self.owner:
+            raise RunError(
+                f"the {self.name} was captured on thread {self.owner} and cannot be replayed on thread "
+                f"{threading.get_ident()}: a CUDA graph belongs to the thread that captured it"
+            )
+        self.graph.replay()
+
+
+def prepare(function: Callable[[], None], name: str, device: torch.device) -> Callable[[], None]:
+    """The captured function on CUDA; on the CPU, where nothing is launched, the function itself.
+
+    The function must be harmless when it runs on empty rows, because warming up runs it.
+    """
+    return CapturedFunction(function, name) if device.type == "cuda" else function

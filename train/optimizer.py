@@ -1,0 +1,163 @@
+"""AdamW over flat buffers: fp32 masters and moments, one fused expression per buffer, no decision on the host.
+
+Every tensor of a kind lies in one buffer, so reduction, norm, clipping and update are each one operation, and a
+checkpoint is three tensors. A step without weight or with a non-finite gradient changes nothing and is counted.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+ALIGNMENT = 128  # elements: parameters start at addresses that matrix kernels like
+
+
+class FlatParameters:
+    """The parameters of a module laid end to end: weights in the working dtype, the rest in fp32.
+
+    Takes over the module's parameters: each becomes a view of `weights`. In fp32 the weights are the masters.
+    """
+
+    def __init__(self, module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
+        parameters = list(module.parameters())
+        offsets, end = [], 0
+        for parameter in parameters:
+            offsets.append(end)
+            end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        self.masters = torch.zeros(end, dtype=torch.float32, device=device)
+        self.weights = self.masters if dtype == torch.float32 else torch.zeros(end, dtype=dtype, device=device)
+        self.gradients = torch.zeros_like(self.masters)  # summed over micro-steps, unnormalised
+        self.first_moments = torch.zeros_like(self.masters)
+        self.second_moments = torch.zeros_like(self.masters)
+
+        def views(flat: Tensor) -> list[Tensor]:
+            pairs = zip(parameters, offsets, strict=True)
+            return [flat[offset : offset + p.numel()].view_as(p) for p, offset in pairs]
+
+        self.parameters = parameters
+        self.gradient_views = views(self.gradients)
+        for parameter, master, weight in zip(parameters, views(self.masters), views(self.weights), strict=True):
+            master.copy_(parameter.detach())
+            parameter.data = weight
+        self.refresh_weights()
+
+    def refresh_weights(self) -> None:
+        """Make the weights those of the masters, rounded."""
+        if self.weights is not self.masters:
+            self.weights.copy_(self.masters)
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            "masters": self.masters,
+            "first_moments": self.first_moments,
+            "second_moments": self.second_moments,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Linear warm-up from 0, then a cosine to `final_fraction` of `lr` at the last step."""
+
+    lr: float
+    num_steps: int
+    num_warmup_steps: int
+    final_fraction: float
+
+    def learning_rate(self, step: Tensor) -> Tensor:
+        """Of the 0-based int64 step, fp32, on the step's device."""
+        step = step.double()
+        warmup = (step + 1) / max(self.num_warmup_steps, 1)
+        progress = (step - self.num_warmup_steps) / max(self.num_steps - 1 - self.num_warmup_steps, 1)
+        cosine = 0.5 * (1 + torch.cos(torch.pi * progress.clamp(0, 1)))
+        decayed = self.final_fraction + (1 - self.final_fraction) * cosine
+        return (self.lr * torch.where(step < self.num_warmup_steps, warmup, decayed)).float()
+
+
+class Counters(NamedTuple):
+    """int64 scalars on the device."""
+
+    step: Tensor  # steps begun, skipped ones included: drives the schedule
+    num_updates: Tensor  # steps that changed the weights: drives the bias correction
+    num_bad: Tensor  # skipped because something was not finite
+    num_bad_in_a_row: Tensor
+    num_empty: Tensor  # skipped because no slot had weight
+
+    @classmethod
+    def zeros(cls, device: torch.device) -> "Counters":
+        return cls(*torch.zeros(len(cls._fields), dtype=torch.int64, device=device).unbind())
+
+
+def adamw_step(
+    flat: FlatParameters,
+    counters: Counters,
+    loss_sum: Tensor,
+    weight_sum: Tensor,
+    *,
+    schedule: Schedule,
+    betas: tuple[float, float],
+    eps: float,
+    clip_norm: float,
+) -> Tensor:
+    """Scale the summed gradients by 1/Σw, clip to `clip_norm`, update in place; returns the norm before clipping.
+
+    `loss_sum` and `weight_sum` are the reduced Σ w·CE and Σ w. The gradients are left as they are; the caller zeroes
+    them. Reference: Loshchilov and Hutter 2019 without decay, i.e. Adam with bias correction.
+    """
+    norm = flat.gradients.norm() / weight_sum
+    is_empty = weight_sum == 0
+    is_finite = torch.isfinite(norm) & torch.isfinite(loss_sum)
+    applies = is_finite & ~is_empty
+    scale = torch.clamp(clip_norm / norm, max=1.0) / weight_sum
+
+    num_updates = (counters.num_updates + 1).double()
+    first_correction, second_correction = ((1 - beta**num_updates).float() for beta in betas)
+    lr = torch.where(applies, schedule.learning_rate(counters.step), 0.0)
+    update = _compiled_apply_adam if flat.masters.is_cuda else apply_adam
+    update(
+        flat.masters,
+        flat.gradients,
+        flat.first_moments,
+        flat.second_moments,
+        applies=applies,
+        scale=scale,
+        lr=lr,
+        betas=betas,
+        first_correction=first_correction,
+        second_correction=second_correction,
+        eps=eps,
+    )
+    flat.refresh_weights()
+
+    counters.step.add_(1)
+    counters.num_updates.add_(applies)
+    counters.num_empty.add_(is_empty)
+    is_bad = ~is_empty & ~is_finite
+    counters.num_bad.add_(is_bad)
+    counters.num_bad_in_a_row.add_(1).mul_(is_bad)
+    return norm
+
+
+def apply_adam(
+    masters: Tensor,
+    gradients: Tensor,
+    first_moments: Tensor,
+    second_moments: Tensor,
+    *,
+    applies: Tensor,
+    scale: Tensor,
+    lr: Tensor,
+    betas: tuple[float, float],
+    first_correction: Tensor,
+    second_correction: Tensor,
+    eps: float,
+) -> None:
+    """The elementwise part, over flat fp32 buffers; scalars are 0-d tensors. Where `applies` is False: no change."""
+    gradients = torch.where(applies, gradients * scale, 0.0)
+    first_moments.lerp_(gradients, (1 - betas[0]) * applies)
+    second_moments.lerp_(gradients.square(), (1 - betas[1]) * applies)
+    denominator = (second_moments / second_correction).sqrt() + eps
+    masters.sub_(lr / first_correction * first_moments / denominator)
+
+
+_compiled_apply_adam = torch.compile(apply_adam, fullgraph=True, dynamic=False)

@@ -1,0 +1,171 @@
+"""One training run, as one rank goes through it: model, step, feed, resume, and one loop.
+
+Everything that can be refused was refused by the launcher (train/__main__.py); here a failure ends the run.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shards.errors import RunError
+from shards.reader import CacheReader
+from train.checkpoint import load_checkpoint, save_checkpoint
+from train.config import RunConfig
+from train.feed import Feed
+from train.heldout import evaluate
+from train.metrics import summarise
+from train.order import RowOrder
+from train.progress import Progress
+from train.ranks import Ranks
+from train.rundir import MetricsLog, record_config
+from train.step import TrainStep
+from train.target_head import TargetHead
+from train.trainer import DTYPES, Trainer
+
+
+def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) -> None:
+    """Train from `checkpoint`, or from the beginning; raises RunError when the run can't go on or is interrupted."""
+    torch.autograd.set_multithreading_enabled(False)  # the CUDA backward would run on a thread of its own
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # every buffer is written before it is read
+    interrupt = Interrupt()
+    ranks = Ranks.join()
+    reader = CacheReader(cache)
+    plan = reader.manifest.plan
+
+    head = TargetHead.load(
+        cache,
+        vocab_size=config.target.vocab_size,
+        hidden_size=config.target.hidden_size,
+        device=ranks.device,
+        dtype=DTYPES[config.train.precision],
+    )
+    order = RowOrder.of(config, plan)
+    num_steps = order.num_steps(config.train)
+    trainer = Trainer(config, head, ranks, num_steps=num_steps)
+    feed = Feed(reader, config.drafter.target_layer_ids, trainer.rows)
+
+    first_step = 0
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, trainer.flat, trainer.step.counters)
+        first_step = int(trainer.step.counters.step)
+    log = None
+    if ranks.is_first:
+        record_config(run, config)
+        log = MetricsLog(run, first_step=first_step)
+    progress = Progress(num_steps=num_steps, first_step=first_step, enabled=ranks.is_first)
+    progress.say(f"training on {describe(ranks)}: steps {first_step}..{num_steps}, run {run}")
+
+    def save() -> None:
+        if ranks.is_first:
+            save_checkpoint(run, config, trainer)
+        ranks.barrier()
+
+    heldout_rows = range(plan.num_train_rows, plan.num_rows)
+    clock = IntervalClock()
+    for k in range(first_step, num_steps):
+        micro_steps = order.micro_steps(
+            k,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            rows_per_micro_step=config.train.rows_per_micro_step,
+        )
+        for i, micro_rows in enumerate(micro_steps):
+            feed.load(micro_rows, epoch=order.epoch(k))
+            trainer.step.micro_step(i)
+            feed.wait.finish_step()
+        done = k + 1
+        is_last = done == num_steps
+        if not (is_last or done % config.train.log_every == 0):
+            continue
+
+        must_stop = interrupt.agree(ranks)
+        line = read_interval(config, trainer.step, ranks, order, done, clock, feed)
+        num_bad = int(trainer.step.counters.num_bad_in_a_row)
+        if num_bad >= config.train.max_bad_steps:
+            raise RunError(
+                f"the last {num_bad} steps up to step {done} had a loss or gradient that is "
+                f"not finite, train.max_bad_steps is {config.train.max_bad_steps}: the checkpoint before is intact"
+            )
+        if is_last or done % config.train.eval_every == 0:
+            heldout = evaluate(trainer.heldout_step, feed, heldout_rows, ranks, block_size=config.drafter.block_size)
+            line |= heldout.to_json() if heldout else {}
+        if log is not None:
+            log.append(line)
+        progress.log(line, seconds_per_step=clock.seconds_per_step)
+        if is_last or must_stop or done % config.train.save_every == 0:
+            save()
+        if must_stop and not is_last:
+            progress.close()
+            raise RunError(f"interrupted at step {done}, --resume continues")
+        feed.wait.take()  # evaluation and saving are no part of the interval
+        clock.restart(done)
+    progress.close()
+    reader.close()
+    ranks.leave()
+
+
+def read_interval(
+    config: RunConfig, step: TrainStep, ranks: Ranks, order: RowOrder, done: int, clock: "IntervalClock", feed: Feed
+) -> dict[str, Any]:
+    """Read the device, once: the metrics of the interval that ends with step `done`, as metrics.jsonl has them."""
+    ranks.sum_(step.metrics.sums)
+    summary = summarise(step.metrics.sums.tolist(), config.drafter.block_size)
+    step.metrics.reset()
+    seconds = clock.stop(done)
+    num_steps = done - clock.first_step
+    slots_per_step = config.train.rows_per_step * config.cache.row_tokens
+    return {
+        "step": done,
+        "epoch": order.epoch(done - 1),
+        **summary,
+        "tokens_per_second": num_steps * slots_per_step / seconds,
+        "data_wait_fraction": feed.wait.take() / seconds,
+        "learning_rate": float(step.schedule.learning_rate(step.counters.step - 1)),
+        "grad_norm": float(step.grad_norm),
+        "skipped_steps": int(step.counters.num_bad + step.counters.num_empty),
+    }
+
+
+class IntervalClock:
+    """Wall time of the steps of one log interval."""
+
+    def __init__(self, first_step: int) -> None:
+        self.restart(first_step)
+
+    def restart(self, first_step: int) -> None:
+        self.first_step = first_step
+        self.started = time.perf_counter()
+
+    def stop(self, done: int) -> float:
+        seconds = time.perf_counter() - self.started
+        self.seconds_per_step = seconds / (done - self.first_step)
+        return seconds
+
+
+class Interrupt:
+    """SIGTERM and SIGINT raise a flag; the run reads it at log intervals, where all ranks can agree to stop."""
+
+    def __init__(self) -> None:
+        self.received = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: object) -> None:
+        self.received = True
+
+    def agree(self, ranks: Ranks) -> bool:
+        """Whether any rank was asked to stop."""
+        flag = torch.tensor(float(self.received), device=ranks.device)
+        ranks.sum_(flag)
+        return bool(flag.item())
+
+
+def describe(ranks: Ranks) -> str:
+    if ranks.device.type == "cuda":
+        return f"{ranks.world_size} × {torch.cuda.get_device_name(ranks.device)}"
+    return f"the CPU, {ranks.world_size} process{'es' if ranks.world_size > 1 else ''}, {os.cpu_count()} cores"

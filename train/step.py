@@ -1,0 +1,184 @@
+"""The step: rows in, updated weights out, as one function over fixed tensors.
+
+A micro-step is anchors → blocks → drafter → head loss → backward into the gradient sums; an update is reduction →
+norm → clip → AdamW → metrics. On CUDA both are captured in one graph when a step is one micro-step, else in two. On
+the CPU the same functions are called. Nothing here reads a device value on the host.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from train.anchors import select_anchors
+from train.blocks import accepted_lengths, build_blocks, slot_weights
+from train.config import RunConfig
+from train.drafter import Drafter
+from train.graph import prepare
+from train.head import head_loss
+from train.metrics import Metrics
+from train.optimizer import Counters, FlatParameters, Schedule, adamw_step
+from train.ranks import Ranks
+from train.staging import StagedRows
+from train.target_head import TargetHead
+
+HELDOUT_SEED = 0  # held-out anchors never change, so that evaluations compare
+
+
+class BlockResult(NamedTuple):
+    """What the blocks of a micro-step came to. Only `loss_sum` carries a gradient."""
+
+    loss_sum: Tensor  # fp32 scalar: Σ w·CE, unnormalised
+    weight_sum: Tensor  # fp32 scalar: Σ w
+    is_correct_RNB: Tensor  # bool: slot predicted right; the anchor's entry is False
+    supervised_RNB: Tensor  # bool
+    accepted_RN: Tensor  # int64: simulated acceptance length
+    document_ids_RN: Tensor  # int32
+    is_block_RN: Tensor  # bool: False for padding blocks
+
+
+class BlockPass:
+    """The forward pass over the blocks of the staged rows, shared by training and held-out evaluation."""
+
+    def __init__(self, config: RunConfig, drafter: Drafter, head: TargetHead, rows: StagedRows) -> None:
+        self.config = config
+        self.drafter = drafter
+        self.head = head
+        self.rows = rows
+        self.slot_weights_B = slot_weights(config.drafter.block_size, config.gamma).to(rows.epoch.device)
+
+    def __call__(self, *, seed: int, epoch: Tensor | int) -> BlockResult:
+        """Draw anchors with `seed` and `epoch`, draft their blocks and compare them with what was there."""
+        rows = self.rows
+        anchors_RN, is_block_RN = select_anchors(
+            loss_mask_RT=rows.loss_mask_RT,
+            document_ids_RT=rows.document_ids_RT,
+            row_ids_R=rows.row_ids_R,
+            seed=seed,
+            epoch=epoch,
+            num_anchors=self.config.train.num_anchors,
+        )
+        blocks = build_blocks(
+            input_ids_RT=rows.input_ids_RT,
+            position_ids_RT=rows.position_ids_RT,
+            document_ids_RT=rows.document_ids_RT,
+            loss_mask_RT=rows.loss_mask_RT,
+            anchors_RN=anchors_RN,
+            is_block_RN=is_block_RN,
+            block_size=self.config.drafter.block_size,
+            mask_token_id=self.config.target.mask_token_id,
+        )
+        hidden_RNBH = self.drafter(
+            self.head.embed(blocks.token_ids_RNB),
+            blocks.position_ids_RNB,
+            self.drafter.encode_context(context_features(rows.codes_RKTH, self.drafter), rows.position_ids_RT),
+            blocks.context_start_RN,
+            blocks.context_end_RN,
+        )
+        weights_RNB = self.slot_weights_B * blocks.supervised_RNB
+        loss = head_loss(
+            hidden_RNBH[:, :, 1:].flatten(0, 2),  # slot 0 is known: no row in the head
+            blocks.labels_RNB[:, :, 1:].flatten(),
+            weights_RNB[:, :, 1:].flatten(),
+            self.head.lm_head_VH,
+            output_multiplier=self.head.output_multiplier,
+            final_logit_softcapping=self.head.final_logit_softcapping,
+        )
+        is_correct_RNB = torch.zeros_like(blocks.supervised_RNB)
+        is_correct_RNB[:, :, 1:] = loss.is_correct_M.view_as(is_correct_RNB[:, :, 1:])
+        return BlockResult(
+            loss_sum=loss.weighted_sum,
+            weight_sum=weights_RNB.sum(),
+            is_correct_RNB=is_correct_RNB,
+            supervised_RNB=blocks.supervised_RNB,
+            accepted_RN=accepted_lengths(is_correct_RNB, blocks.supervised_RNB),
+            document_ids_RN=rows.document_ids_RT.gather(1, anchors_RN),
+            is_block_RN=is_block_RN,
+        )
+
+
+class TrainStep:
+    """One optimizer step over `num_micro_steps` loads of the staged rows."""
+
+    def __init__(
+        self, config: RunConfig, block_pass: BlockPass, flat: FlatParameters, ranks: Ranks, *, num_steps: int
+    ) -> None:
+        device = ranks.device
+        self.config = config
+        self.block_pass = block_pass
+        self.flat = flat
+        self.ranks = ranks
+        self.num_micro_steps = config.train.num_micro_steps(ranks.world_size)
+        self.schedule = Schedule(
+            lr=config.train.lr,
+            num_steps=num_steps,
+            num_warmup_steps=round(config.train.warmup_fraction * num_steps),
+            final_fraction=config.train.final_lr_fraction,
+        )
+        self.counters = Counters.zeros(device)
+        self.sums = torch.zeros(2, device=device)  # Σ w·CE and Σ w of the step, fp32
+        self.metrics = Metrics(config.drafter.block_size, device)
+        self.grad_norm = torch.zeros((), device=device)
+        if self.num_micro_steps == 1:
+            self.whole_step = prepare(self._add_gradients_and_update, "training step", device)
+        else:
+            self._micro_step = prepare(self._add_gradients, "micro-step", device)
+            self._update = prepare(self._update_weights, "update", device)
+        for counter in self.counters:  # warming up counted steps on empty rows
+            counter.zero_()
+        self.metrics.reset()
+
+    def micro_step(self, index: int) -> None:
+        """Run micro-step `index` of the step on the rows that are staged; the last one also updates."""
+        is_last = index == self.num_micro_steps - 1
+        if self.num_micro_steps == 1:
+            self.whole_step()
+        else:
+            self._micro_step()
+            if is_last:
+                self._update()
+
+    def _add_gradients_and_update(self) -> None:
+        self._add_gradients()
+        self._update_weights()
+
+    def _add_gradients(self) -> None:
+        result = self.block_pass(seed=self.config.train.seed, epoch=self.block_pass.rows.epoch)
+        gradients = torch.autograd.grad(result.loss_sum, self.flat.parameters)
+        torch._foreach_add_(self.flat.gradient_views, gradients)
+        self.sums += torch.stack((result.loss_sum.detach(), result.weight_sum))
+        self.metrics.add(result)
+
+    def _update_weights(self) -> None:
+        self.ranks.sum_(self.flat.gradients)
+        self.ranks.sum_(self.sums)
+        settings = self.config.train
+        norm = adamw_step(
+            self.flat,
+            self.counters,
+            *self.sums,
+            schedule=self.schedule,
+            betas=settings.betas,
+            eps=settings.eps,
+            clip_norm=settings.clip_norm,
+        )
+        self.grad_norm.copy_(norm)
+        self.flat.gradients.zero_()
+        self.sums.zero_()
+
+
+class HeldoutStep:
+    """The blocks of the staged held-out rows, without gradient; `result` holds the last run's, until the next."""
+
+    def __init__(self, block_pass: BlockPass, device: torch.device) -> None:
+        self.block_pass = block_pass
+        self.run = prepare(self._evaluate, "held-out step", device)
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        self.result = self.block_pass(seed=HELDOUT_SEED, epoch=0)
+
+
+def context_features(codes_RKTH: Tensor, drafter: Drafter) -> Tensor:
+    """Decode stored codes to the features that `fc` reads: [R, T, K·H] in the drafter's dtype."""
+    return codes_RKTH.view(torch.bfloat16).to(drafter.fc.weight.dtype).transpose(1, 2).flatten(2)

@@ -1,0 +1,23 @@
+"""The last words of a run: where it is, how the loss fell, and what the drafter would get accepted."""
+
+from pathlib import Path
+from typing import Any
+
+from train.checkpoint import CHECKPOINTS_DIRECTORY, LATEST_LINK
+from train.rundir import read_metrics
+
+
+def print_summary(run: Path) -> None:
+    lines = read_metrics(run)
+    first, last = lines[0], lines[-1]
+    print(f"\nrun {run}: {last['step']} steps, drafter in {run / CHECKPOINTS_DIRECTORY / LATEST_LINK}")
+    print(f"loss {first['loss']:.3f} at step {first['step']} → {last['loss']:.3f} at step {last['step']}")
+    if "heldout_acceptance_length" in last:
+        print(f"held-out τ {_interval(last, 'heldout_acceptance_length')} (95 % interval over documents)")
+        if last["heldout_acceptance_length_without_context"] is not None:
+            print(f"without context {_interval(last, 'heldout_acceptance_length_without_context')}")
+
+
+def _interval(line: dict[str, Any], key: str) -> str:
+    half_width = line[f"{key}_half_width"]
+    return f"{line[key]:.3f}" + ("" if half_width is None else f" ± {half_width:.3f}")
