@@ -190,7 +190,8 @@ def _write_weights(folder: Path, shape: TargetShape, dtype: torch.dtype, generat
 
 def _group(weights: list[tuple[str, tuple[int, ...]]], max_values: int) -> list[list[tuple[str, tuple[int, ...]]]]:
     """Consecutive weights of at most `max_values` together, at least one to a group."""
-    groups, num_values = [[]], 0
+    groups: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    num_values = 0
     for name, size in weights:
         if groups[-1] and num_values + math.prod(size) > max_values:
             groups.append([])

@@ -78,6 +78,7 @@ def _begin(job: Job, architecture: Architecture, encoder: Encoder) -> Manifest:
 
 
 def _identity(job: Job, encoder: Encoder) -> Identity:
+    print(f"extract: hashing {job.target.path} and the data", flush=True)
     return compute_identity(Path(job.target.path), encoder.tokenizer, job.data.files)
 
 

@@ -158,7 +158,7 @@ def fit(document: Document, limits: Limits) -> Document:
     return Document(record=document.record, source=document.source, token_ids=token_ids, loss_mask=loss_mask)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Enough of a library's message for one sentence."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 

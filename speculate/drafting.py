@@ -40,8 +40,8 @@ class BlockDrafter:
             self.head.embed(block_B)[None, None],
             (self.num_context_tokens + torch.arange(len(block_B), device=device))[None, None],
             self.context,
-            torch.zeros(1, 1, dtype=torch.int64, device=device),
-            torch.full((1, 1), self.num_context_tokens, device=device),
+            torch.zeros(1, 1, dtype=torch.int32, device=device),
+            torch.full((1, 1), self.num_context_tokens, dtype=torch.int32, device=device),
         )
         logits_BV = head_logits(
             hidden_RNBH[0, 0, 1:],

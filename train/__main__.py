@@ -99,7 +99,8 @@ def claim_gpu(config: RunConfig) -> None:
     local_rank = int(os.environ["LOCAL_RANK"])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpu = local_rank if config.train.gpus is None else config.train.gpus[local_rank]
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu) if visible is None else visible.split(",")[gpu]
+    if visible != "":  # with no GPU visible, the CPU it is
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu) if visible is None else visible.split(",")[gpu]
 
 
 def quiet_thread_starters() -> None:

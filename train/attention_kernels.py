@@ -1,12 +1,14 @@
 """Block attention in Triton, forward and backward: flash attention over one contiguous context range per block.
 
-A program's query tile holds P neighbouring blocks of one row, with all query heads of one key-value head: P·B·(h/g)
-query rows. Anchors are sorted, so neighbours share nearly all their context, which is read once for the tile. For the
-gradient of the context's keys and values, a tile of context is read by a contiguous run of blocks; nothing is added
-atomically, so results are the same bits every time. Softmax statistics and accumulators are fp32, in base 2.
+A query tile holds M query rows of one row of tokens and one key-value head: neighbouring blocks, every slot, all query
+heads that share the key-value head. Anchors are sorted, so neighbours share nearly all their context, which is read
+once for the tile. For the gradient of the context's keys and values, a tile of context is read by a contiguous run of
+query rows; nothing is added atomically, so results are the same bits every time. Softmax statistics and accumulators
+are fp32, in base 2.
 
-Symbols: R rows, T context tokens, N blocks, B slots, h query heads, g key-value heads, d head dim. All tensors are
-contiguous. q, out [R, N, B, h, d]; ck, cv [R, T, g, d]; bk, bv [R, N, B, g, d]; start, end [R, N] int32.
+Symbols: R rows, T context tokens, N blocks, B slots, h query heads, g key-value heads (G; HG = h / g), d head
+dim (D). All tensors are contiguous: q, out [R, N, B, h, d]; ck, cv [R, T, g, d]; bk, bv [R, N, B, g, d]; start, end
+[R, N] int32; lse, delta [R, N, B, h] fp32.
 """
 
 import torch
@@ -18,23 +20,21 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _query_tile(tile, r, kv, N, B: tl.constexpr, HG: tl.constexpr, G: tl.constexpr, P: tl.constexpr, M: tl.constexpr):
-    """Of each of the M query rows: its block, slot, offset in q (in heads), and whether it exists."""
-    m = tl.arange(0, M)
-    block = tile * P + m // (B * HG)
-    slot = (m // HG) % B
-    exists = (m < P * B * HG) & (block < N)
-    block = tl.where(exists, block, 0)
-    head_offset = ((r * N + block) * B + slot).to(tl.int64) * (G * HG) + kv * HG + m % HG
-    return block, slot, head_offset, exists
+def _query_rows(first, r, kv, N, B: tl.constexpr, HG: tl.constexpr, G: tl.constexpr, M: tl.constexpr):
+    """Of query rows first..first+M−1: their block, slot, offset in q (in heads), and whether they exist."""
+    row = first + tl.arange(0, M)
+    exists = row < N * B * HG
+    row = tl.where(exists, row, 0)
+    head_offset = ((r * N * B) + row // HG).to(tl.int64) * (G * HG) + kv * HG + row % HG
+    return row // (B * HG), row // HG % B, head_offset, exists
 
 
 @triton.jit
-def _block_key_tile(tile, r, kv, N, B: tl.constexpr, G: tl.constexpr, P: tl.constexpr, S: tl.constexpr):
-    """Of each of the S block keys that a query tile may see: its block, slot, offset in bk, and whether it exists."""
+def _own_keys(first_block, r, kv, N, B: tl.constexpr, G: tl.constexpr, S: tl.constexpr):
+    """Of S block keys from `first_block` on: their block, slot, offset in bk (in heads), and whether they exist."""
     s = tl.arange(0, S)
-    block = tile * P + s // B
-    exists = (s < P * B) & (block < N)
+    block = first_block + s // B
+    exists = block < N
     offset = ((r * N + tl.where(exists, block, 0)) * B + s % B).to(tl.int64) * G + kv
     return block, s % B, offset, exists
 
@@ -67,15 +67,15 @@ def _forward_kernel(
     q, ck, cv, bk, bv, start, end, out, lse,
     N, T, scale,
     B: tl.constexpr, HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    P: tl.constexpr, M: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr,
+    M: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     tile, kv, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     columns = tl.arange(0, D)
-    block, slot, head_offset, exists = _query_tile(tile, r, kv, N, B, HG, G, P, M)
+    block, slot, head_offset, exists = _query_rows(tile * M, r, kv, N, B, HG, G, M)
     query = tl.load(q + head_offset[:, None] * D + columns, mask=exists[:, None], other=0.0)
 
-    key_block, key_slot, key_offset, key_exists = _block_key_tile(tile, r, kv, N, B, G, P, S)
+    key_block, key_slot, key_offset, key_exists = _own_keys(tile * M // (B * HG), r, kv, N, B, G, S)
     own_key = tl.load(bk + key_offset[:, None] * D + columns, mask=key_exists[:, None], other=0.0)
     own_value = tl.load(bv + key_offset[:, None] * D + columns, mask=key_exists[:, None], other=0.0)
     own_scores = tl.dot(query, tl.trans(own_key), input_precision="ieee") * scale
@@ -111,16 +111,16 @@ def _forward_kernel(
 
 @triton.jit
 def _query_gradient_kernel(
-    q, ck, cv, bk, bv, start, end, out, lse, d_out, delta, dq, dbk, dbv,
+    q, ck, cv, bk, bv, start, end, out, lse, d_out, delta, dq,
     N, T, scale, natural_scale,
     B: tl.constexpr, HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    P: tl.constexpr, M: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr,
+    M: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the queries and of the blocks' own keys and values, which no other program touches."""
+    """Gradients of the queries, and delta: of each query row, the dot product of output and gradient."""
     tile, kv, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     columns = tl.arange(0, D)
-    block, slot, head_offset, exists = _query_tile(tile, r, kv, N, B, HG, G, P, M)
+    block, slot, head_offset, exists = _query_rows(tile * M, r, kv, N, B, HG, G, M)
     at = head_offset[:, None] * D + columns
     query = tl.load(q + at, mask=exists[:, None], other=0.0)
     d_output = tl.load(d_out + at, mask=exists[:, None], other=0.0)
@@ -129,7 +129,7 @@ def _query_gradient_kernel(
     tl.store(delta + head_offset, row_delta, mask=exists)
     log_total = tl.load(lse + head_offset, mask=exists, other=0.0)
 
-    key_block, key_slot, key_offset, key_exists = _block_key_tile(tile, r, kv, N, B, G, P, S)
+    key_block, key_slot, key_offset, key_exists = _own_keys(tile * M // (B * HG), r, kv, N, B, G, S)
     key_at = key_offset[:, None] * D + columns
     own_key = tl.load(bk + key_at, mask=key_exists[:, None], other=0.0)
     own_value = tl.load(bv + key_at, mask=key_exists[:, None], other=0.0)
@@ -138,10 +138,6 @@ def _query_gradient_kernel(
     own_weights = tl.where(own_sees & exists[:, None], tl.exp2(own_scores - log_total[:, None]), 0.0)
     own_d_weights = tl.dot(d_output, tl.trans(own_value), input_precision="ieee")
     own_d_scores = (own_weights * (own_d_weights - row_delta[:, None])).to(own_key.dtype)
-    d_key = tl.dot(tl.trans(own_d_scores), query, input_precision="ieee") * natural_scale
-    d_value = tl.dot(tl.trans(own_weights.to(own_value.dtype)), d_output, input_precision="ieee")
-    tl.store(dbk + key_at, d_key, mask=key_exists[:, None])
-    tl.store(dbv + key_at, d_value, mask=key_exists[:, None])
     d_query = tl.dot(own_d_scores, own_key, input_precision="ieee")
 
     row_offset = (r.to(tl.int64) * T * G + kv) * D
@@ -163,14 +159,50 @@ def _query_gradient_kernel(
 
 
 @triton.jit
+def _own_gradient_kernel(
+    q, bk, bv, lse, d_out, delta, dbk, dbv,
+    N, scale, natural_scale,
+    B: tl.constexpr, HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, S: tl.constexpr, BLOCKS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the keys and values of BLOCKS blocks, which only their own queries read."""
+    tile, kv, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    columns = tl.arange(0, D)
+    key_block, key_slot, key_offset, key_exists = _own_keys(tile * BLOCKS, r, kv, N, B, G, S)
+    key_exists = key_exists & (tl.arange(0, S) < BLOCKS * B)
+    key_at = key_offset[:, None] * D + columns
+    key = tl.load(bk + key_at, mask=key_exists[:, None], other=0.0)
+    value = tl.load(bv + key_at, mask=key_exists[:, None], other=0.0)
+    d_key = tl.zeros((S, D), tl.float32)
+    d_value = tl.zeros((S, D), tl.float32)
+    for first in range(tile * BLOCKS * B * HG, (tile + 1) * BLOCKS * B * HG, M):
+        block, slot, head_offset, exists = _query_rows(first, r, kv, N, B, HG, G, M)
+        query_at = head_offset[:, None] * D + columns
+        query = tl.load(q + query_at, mask=exists[:, None], other=0.0)
+        d_output = tl.load(d_out + query_at, mask=exists[:, None], other=0.0)
+        log_total = tl.load(lse + head_offset, mask=exists, other=0.0)
+        row_delta = tl.load(delta + head_offset, mask=exists, other=0.0)
+        scores = tl.dot(key, tl.trans(query), input_precision="ieee") * scale
+        sees = _sees_slots(block, slot, exists, key_block, key_slot, key_exists, CAUSAL, WINDOW) & exists[:, None]
+        weights = tl.where(tl.trans(sees), tl.exp2(scores - log_total[None, :]), 0.0)
+        d_value = tl.dot(weights.to(value.dtype), d_output, d_value, input_precision="ieee")
+        d_weights = tl.dot(value, tl.trans(d_output), input_precision="ieee")
+        d_scores = weights * (d_weights - row_delta[None, :])
+        d_key = tl.dot(d_scores.to(key.dtype), query, d_key, input_precision="ieee")
+
+    tl.store(dbk + key_at, d_key * natural_scale, mask=key_exists[:, None])
+    tl.store(dbv + key_at, d_value, mask=key_exists[:, None])
+
+
+@triton.jit
 def _context_gradient_kernel(
     q, ck, cv, start, end, lse, d_out, delta, dck, dcv,
     N, T, scale, natural_scale,
     B: tl.constexpr, HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    P: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, NEXT_N: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    M: tl.constexpr, TILE: tl.constexpr, NEXT_N: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of context keys and values: a sum over the run of query tiles that read it."""
+    """Gradients of a tile of context keys and values: a sum over the run of query rows that read it."""
     context_tile, kv, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     columns = tl.arange(0, D)
     t0 = context_tile * TILE
@@ -185,21 +217,21 @@ def _context_gradient_kernel(
     if WINDOW > 0:
         first_of_block = tl.maximum(first_of_block, last_of_block - WINDOW + 1)
     reads = (first_of_block < t0 + TILE) & (last_of_block > t0)
-    first_tile = tl.min(tl.where(reads, n // P, 2147483647))
-    end_tile = tl.max(tl.where(reads, n // P + 1, 0))
+    first_row = tl.min(tl.where(reads, n, N)) * (B * HG)
+    end_row = tl.max(tl.where(reads, n + 1, 0)) * (B * HG)
 
     d_key = tl.zeros((TILE, D), tl.float32)
     d_value = tl.zeros((TILE, D), tl.float32)
-    for tile in range(first_tile, end_tile):
-        block, slot, head_offset, exists = _query_tile(tile, r, kv, N, B, HG, G, P, M)
+    for first in range(first_row, end_row, M):
+        block, slot, head_offset, exists = _query_rows(first, r, kv, N, B, HG, G, M)
         query_at = head_offset[:, None] * D + columns
         query = tl.load(q + query_at, mask=exists[:, None], other=0.0)
         d_output = tl.load(d_out + query_at, mask=exists[:, None], other=0.0)
         log_total = tl.load(lse + head_offset, mask=exists, other=0.0)
         row_delta = tl.load(delta + head_offset, mask=exists, other=0.0)
-        first, last = _context_range(start, end, r * N, block, slot, exists, WINDOW)
+        first_seen, last_seen = _context_range(start, end, r * N, block, slot, exists, WINDOW)
         scores = tl.dot(key, tl.trans(query), input_precision="ieee") * scale
-        sees = (t[:, None] >= first[None, :]) & (t[:, None] < last[None, :])
+        sees = (t[:, None] >= first_seen[None, :]) & (t[:, None] < last_seen[None, :])
         weights = tl.where(sees, tl.exp2(scores - log_total[None, :]), 0.0)
         d_value = tl.dot(weights.to(value.dtype), d_output, d_value, input_precision="ieee")
         d_weights = tl.dot(value, tl.trans(d_output), input_precision="ieee")
@@ -210,25 +242,32 @@ def _context_gradient_kernel(
     tl.store(dcv + at, d_value, mask=(t < T)[:, None])
 
 
-def _shape(q: Tensor, ck: Tensor, *, query_rows: int) -> dict[str, int]:
-    """The kernels' constants: as many neighbouring blocks in a query tile as `query_rows` hold, at least one."""
-    _, _, B, h, d = q.shape
-    g = ck.shape[2]
-    rows_per_block = B * (h // g)
-    P = max(1, query_rows // rows_per_block)
-    M = max(16, triton.next_power_of_2(P * rows_per_block))
-    return {"B": B, "HG": h // g, "G": g, "D": d, "P": P, "M": M}
-
-
 def _launch(q: Tensor, ck: Tensor, *, query_rows: int, num_warps: int, num_stages: int) -> dict[str, int]:
     """A kernel's constants and launch settings, measured best on an H200 at head dim 128 in bf16.
 
-    Larger heads and query tiles take shorter context tiles and no pipeline, so that all fits shared memory.
+    Larger heads take shorter tiles and no pipeline, so that all fits shared memory.
     """
-    shape = _shape(q, ck, query_rows=query_rows)
-    shrink = max(1, q.shape[-1] * q.element_size() // 256) * max(1, shape["M"] // 128)
-    tile = max(16, 64 // shrink)
-    return shape | {"TILE": tile, "num_warps": num_warps, "num_stages": num_stages if shrink == 1 else 1}
+    _, _, B, h, d = q.shape
+    g = ck.shape[2]
+    shrink = max(1, d * q.element_size() // 256)
+    return {
+        "B": B,
+        "HG": h // g,
+        "G": g,
+        "D": d,
+        "M": max(16, query_rows // shrink),
+        "TILE": max(16, 64 // shrink),
+        "num_warps": num_warps if shrink == 1 else 4,  # 8 on the then smaller tiles reads out of bounds (triton 3.6)
+        "num_stages": num_stages if shrink == 1 else 1,
+    }
+
+
+def _spanned_keys(launch: dict[str, int]) -> int:
+    """Block keys that a query tile can see: of all blocks that its M rows touch, to the next power of two."""
+    rows_of_block, M = launch["B"] * launch["HG"], launch["M"]
+    is_aligned = M % rows_of_block == 0 or rows_of_block % M == 0
+    num_blocks = max(1, M // rows_of_block) if is_aligned else (M + rows_of_block - 2) // rows_of_block + 1
+    return max(16, triton.next_power_of_2(num_blocks * launch["B"]))
 
 
 @torch.library.custom_op("dflash::block_attention", mutates_args=())
@@ -236,15 +275,14 @@ def block_attention_kernel(
     q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, start: Tensor, end: Tensor, window: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """(out, lse): lse [R, N, B, h] fp32 is the base-2 logarithm of each softmax's denominator. window 0: none."""
-    R, N, B, _, d = q.shape
+    R, N, _, _, d = q.shape
     launch = _launch(q, ck, query_rows=128, num_warps=8, num_stages=3)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    grid = (triton.cdiv(N, launch["P"]), launch["G"], R)
-    S = max(16, triton.next_power_of_2(launch["P"] * B))
-    _forward_kernel[grid](
+    num_tiles = triton.cdiv(N * launch["B"] * launch["HG"], launch["M"])
+    _forward_kernel[(num_tiles, launch["G"], R)](
         q, ck, cv, bk, bv, start, end, out, lse, N, ck.shape[1], d**-0.5 * LOG2_E,
-        **launch, S=S, CAUSAL=causal, WINDOW=window,
+        **launch, S=_spanned_keys(launch), CAUSAL=causal, WINDOW=window,
     )  # fmt: skip
     return out, lse
 
@@ -259,17 +297,23 @@ def block_attention_backward_kernel(
     T = ck.shape[1]
     dq, dck, dcv, dbk, dbv = (torch.empty_like(x) for x in (q, ck, cv, bk, bv))
     delta = torch.empty_like(lse)
-    launch = _launch(q, ck, query_rows=128, num_warps=8, num_stages=3)
-    S = max(16, triton.next_power_of_2(launch["P"] * B))
     scales = (d**-0.5 * LOG2_E, d**-0.5)
-    _query_gradient_kernel[(triton.cdiv(N, launch["P"]), launch["G"], R)](
-        q, ck, cv, bk, bv, start, end, out, lse, d_out, delta, dq, dbk, dbv, N, T, *scales,
-        **launch, S=S, CAUSAL=causal, WINDOW=window,
+    launch = _launch(q, ck, query_rows=128, num_warps=8, num_stages=3)
+    num_tiles = triton.cdiv(N * B * launch["HG"], launch["M"])
+    _query_gradient_kernel[(num_tiles, launch["G"], R)](
+        q, ck, cv, bk, bv, start, end, out, lse, d_out, delta, dq, N, T, *scales,
+        **launch, S=_spanned_keys(launch), CAUSAL=causal, WINDOW=window,
     )  # fmt: skip
     launch = _launch(q, ck, query_rows=64, num_warps=4, num_stages=2)
     _context_gradient_kernel[(triton.cdiv(T, launch["TILE"]), launch["G"], R)](
         q, ck, cv, start, end, lse, d_out, delta, dck, dcv, N, T, *scales,
-        **launch, NEXT_N=triton.next_power_of_2(N), CAUSAL=causal, WINDOW=window,
+        **launch, NEXT_N=triton.next_power_of_2(N), WINDOW=window,
+    )  # fmt: skip
+    del launch["TILE"]
+    num_blocks = max(1, 32 // B)
+    _own_gradient_kernel[(triton.cdiv(N, num_blocks), launch["G"], R)](
+        q, bk, bv, lse, d_out, delta, dbk, dbv, N, *scales,
+        **launch, S=max(16, triton.next_power_of_2(num_blocks * B)), BLOCKS=num_blocks, CAUSAL=causal, WINDOW=window,
     )  # fmt: skip
     return dq, dck, dcv, dbk, dbv
 

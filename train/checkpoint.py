@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from shards.errors import RunError
@@ -32,7 +33,8 @@ def save_checkpoint(run: Path, config: RunConfig, trainer: Trainer) -> Path:
     """Write the checkpoint of the step that the trainer has reached, and drop old ones. Only the first rank calls."""
     values = {name: int(counter) for name, counter in trainer.step.counters._asdict().items()}
     directory = run / CHECKPOINTS_DIRECTORY / f"step-{values['step']}"
-    if directory.exists():
+    if directory.exists():  # a crash may have come between its rename and the link
+        _point_latest_at(directory)
         return directory
     beside = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
@@ -73,7 +75,7 @@ def load_checkpoint(checkpoint: Path, flat: FlatParameters, counters: Counters) 
     path = checkpoint / STATE_FILE
     try:
         tensors = load_file(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
     for name, tensor in flat.state().items():
         if tensors[name].shape != tensor.shape:

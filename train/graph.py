@@ -6,6 +6,8 @@ its owner and refuses. There is no fallback: when capture fails, the reason is t
 
 import threading
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -42,6 +44,12 @@ class CapturedFunction:
                 f"{threading.get_ident()}: a CUDA graph belongs to the thread that captured it"
             )
         self.graph.replay()
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` fused by inductor, for fixed shapes. Made on first use: importing the compiler takes seconds."""
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def prepare(function: Callable[[], None], name: str, device: torch.device) -> Callable[[], None]:

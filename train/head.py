@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from train.graph import compiled
+
 CHUNK_LOGITS = 1 << 28  # logits of one chunk: 1 GiB in fp32
 
 
@@ -59,13 +61,10 @@ def chunk_loss(
     return cross_entropy_C1.squeeze(1), is_correct_C, gradient_CV.to(hidden_CH.dtype) @ lm_head_VH
 
 
-_compiled_chunk_loss = torch.compile(chunk_loss, fullgraph=True, dynamic=False)
-
-
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_MH, labels_M, weights_M, lm_head_VH, multiplier, softcap):  # type: ignore[override]
-        run_chunk = _compiled_chunk_loss if hidden_MH.is_cuda else chunk_loss
+        run_chunk = compiled(chunk_loss) if hidden_MH.is_cuda else chunk_loss
         chunks = [
             run_chunk(hidden, labels, weights, lm_head_VH, multiplier, softcap)
             for hidden, labels, weights in zip(

@@ -25,13 +25,14 @@ class Metrics:
             result.is_block_RN.sum(),
             (result.accepted_RN * result.is_block_RN).sum(),
         )
-        self.sums += torch.cat(
+        added = torch.cat(
             (
                 torch.stack([scalar.double() for scalar in scalars]),
                 (result.is_correct_RNB & result.supervised_RNB).sum(dim=(0, 1)),
                 result.supervised_RNB.sum(dim=(0, 1)),
             )
         )
+        self.sums += torch.where(torch.isfinite(result.loss_sum.detach()), added, 0.0)  # else all of it says nothing
 
     def reset(self) -> None:
         self.sums.zero_()

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from train.graph import compiled
+
 ALIGNMENT = 128  # elements: parameters start at addresses that matrix kernels like
 
 
@@ -113,7 +115,7 @@ def adamw_step(
     num_updates = (counters.num_updates + 1).double()
     first_correction, second_correction = ((1 - beta**num_updates).float() for beta in betas)
     lr = torch.where(applies, schedule.learning_rate(counters.step), 0.0)
-    update = _compiled_apply_adam if flat.masters.is_cuda else apply_adam
+    update = compiled(apply_adam) if flat.masters.is_cuda else apply_adam
     update(
         flat.masters,
         flat.gradients,
@@ -158,6 +160,3 @@ def apply_adam(
     second_moments.lerp_(gradients.square(), (1 - betas[1]) * applies)
     denominator = (second_moments / second_correction).sqrt() + eps
     masters.sub_(lr / first_correction * first_moments / denominator)
-
-
-_compiled_apply_adam = torch.compile(apply_adam, fullgraph=True, dynamic=False)

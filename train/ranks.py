@@ -49,7 +49,3 @@ class Ranks:
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
-
-    def leave(self) -> None:
-        if self.world_size > 1:
-            dist.destroy_process_group()

@@ -66,7 +66,7 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
         ranks.barrier()
 
     heldout_rows = range(plan.num_train_rows, plan.num_rows)
-    clock = IntervalClock()
+    clock = IntervalClock(first_step)
     for k in range(first_step, num_steps):
         micro_steps = order.micro_steps(
             k,
@@ -106,7 +106,7 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
         clock.restart(done)
     progress.close()
     reader.close()
-    ranks.leave()
+    ranks.barrier()
 
 
 def read_interval(

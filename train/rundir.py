@@ -24,6 +24,7 @@ MAY_CHANGE = {
     "target.path",
     "data.files",
     "train.gpus",
+    "train.rows_per_micro_step",
     "train.log_every",
     "train.eval_every",
     "train.save_every",

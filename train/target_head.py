@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
@@ -28,7 +29,7 @@ class TargetHead:
         try:
             settings = json.loads((cache / HEAD_CONFIG_FILE).read_text(encoding="utf-8"))
             tensors = load_file(path, device=str(device))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise CacheError(f"{path} cannot be read: {error}") from None
         for name, tensor in tensors.items():
             if tuple(tensor.shape) != (vocab_size, hidden_size):

@@ -31,12 +31,12 @@ from tests.extract.tiny import (
     chat,
     extract_here,
     files_of,
+    read_all,
     records,
     write_config,
     write_jsonl,
     write_project,
 )
-from tests.reference.cache import read_shard
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,20 +69,6 @@ def copy(project: Path, tmp_path: Path) -> Path:
 
 def job_of(directory: Path, *overrides: str) -> Job:
     return Job.load(directory / "config.toml", overrides, directory / "cache")
-
-
-def read_all(cache: Path) -> dict[str, np.ndarray]:
-    """Every array of all shards, joined, as an independent reader sees them."""
-    manifest = Manifest.read(cache)
-    dtypes = {"row_ids": np.int64, "loss_mask": np.uint8, "source_ids": np.uint8}
-    shards = [read_shard(cache, shard) for shard in range(manifest.plan.num_shards)]
-    joined = {}
-    for name in shards[0]:
-        dtype = np.uint16 if "hidden" in name else dtypes.get(name, np.int32)
-        shape = {"row_ids": (-1,)}.get(name, (-1, ROW_TOKENS))
-        shape = (-1, ROW_TOKENS, SIZES["hidden_size"]) if "hidden" in name else shape
-        joined[name] = np.concatenate([np.frombuffer(shard[name], dtype).reshape(shape) for shard in shards])
-    return joined
 
 
 def test_a_cache_holds_what_the_target_says_of_each_document_alone(project: Path) -> None:

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.random_target import MASK_ID, TargetShape, make_random_target
 from extract.job import Job
 from extract.prepare import prepare
 from extract.worker import work
+from shards.manifest import Manifest
 from shards.schema import missing_shards
+from tests.reference.cache import read_shard
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -93,3 +96,17 @@ def extract_here(job: Job, monkeypatch: pytest.MonkeyPatch, *, num_shards: int |
 def files_of(cache: Path) -> dict[str, bytes]:
     """Every file of a cache by its name."""
     return {os.path.relpath(path, cache): path.read_bytes() for path in sorted(cache.rglob("*")) if path.is_file()}
+
+
+def read_all(cache: Path) -> dict[str, np.ndarray]:
+    """Every array of all shards, joined, as an independent reader sees them."""
+    manifest = Manifest.read(cache)
+    dtypes = {"row_ids": np.int64, "loss_mask": np.uint8, "source_ids": np.uint8}
+    shards = [read_shard(cache, shard) for shard in range(manifest.plan.num_shards)]
+    joined = {}
+    for name in shards[0]:
+        dtype = np.uint16 if "hidden" in name else dtypes.get(name, np.int32)
+        shape = {"row_ids": (-1,)}.get(name, (-1, ROW_TOKENS))
+        shape = (-1, ROW_TOKENS, SIZES["hidden_size"]) if "hidden" in name else shape
+        joined[name] = np.concatenate([np.frombuffer(shard[name], dtype).reshape(shape) for shard in shards])
+    return joined

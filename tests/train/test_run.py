@@ -1,7 +1,7 @@
 """Live runs of `python -m train` on tiny caches: real processes, stopped and continued, on one to three ranks.
 
 A worker is started the way torchrun starts it, which spares the launcher's start-up. The pipe that a run prints to is
-small and read line by line, so a run can't get far ahead of a test that watches it.
+small and read unbuffered, so a run can't get to its end before a test that watches it.
 """
 
 import json
@@ -22,9 +22,10 @@ from tests.train.caches import worker_environment, write_cache, write_config
 from train.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
-PIPE_BYTES = 4096  # the smallest there is: some 45 lines of progress
-NUM_STEPS = 100  # more than fit into the pipe
-SETTINGS = ("train.epochs=50", "train.save_every=10", "train.eval_every=20")  # 2 steps an epoch
+PIPE_BYTES = 4096  # the smallest there is: at most 54 lines of progress, of 75 bytes or more
+WATCHED_STEP = 5  # where a test that interferes does so: after a step with evaluation and checkpoint
+NUM_STEPS = 64  # more than can be done and printed before the line of that step has been read
+SETTINGS = ("train.epochs=32", "train.save_every=4", "train.eval_every=4", "train.rows_per_micro_step=6")
 TIMINGS = ("tokens_per_second", "data_wait_fraction")
 # Native threads that a trainer on the CPU may have, by name, and how many. OpenMP's are switched off here.
 NATIVE_THREADS = {"python": 1}
@@ -94,25 +95,29 @@ def _start(workspace: Path, run: Path, arguments: Sequence[str], environment: di
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
+        bufsize=0,
         pipesize=PIPE_BYTES,
     )
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> tuple[str, str]:
     """Wait for the end; returns what was printed since, and stderr."""
-    output, errors = process.communicate()
+    output, errors = (stream.decode() for stream in process.communicate())
     assert process.returncode == code, f"exit code {process.returncode}\n{output}\n{errors}"
     return output, errors
 
 
 def read_until(process: subprocess.Popen, beginning: str) -> str:
     """Read the output up to the line that begins so, and return the rest of that line."""
-    for line in process.stdout:
+    while line := process.stdout.readline().decode():
         if line.startswith(beginning):
             return line.removeprefix(beginning)
-    pytest.fail(f"the run ended before it printed {beginning!r}: {process.stderr.read()}")
+    pytest.fail(f"the run ended before it printed {beginning!r}: {process.stderr.read().decode()}")
+
+
+def watch(process: subprocess.Popen) -> None:
+    """Return when the run has taken a few steps, and before it can have taken all."""
+    read_until(process, f"step {WATCHED_STEP}/")
 
 
 def child(process: subprocess.Popen) -> int:
@@ -155,12 +160,12 @@ def test_a_run_leaves_what_it_promises(launched):
     assert all(every_line <= line.keys() for line in lines)
     assert all(len(line["accuracy_per_slot"]) == 3 for line in lines)
     evaluated = [line["step"] for line in lines if "heldout_acceptance_length" in line]
-    assert evaluated == [20, 40, 60, 80, 100]
+    assert evaluated == list(range(4, NUM_STEPS + 1, 4))
     assert {"heldout_loss", "heldout_accuracy_per_slot"} <= lines[-1].keys()
     assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
 
     assert (run / "checkpoints/latest").is_symlink()
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-100", "step-90"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-60", "step-64"]
     assert json.loads((run / "config.json").read_text())["drafter.num_layers"] == 2
     for said in (str(run), f"step {NUM_STEPS}/{NUM_STEPS}", "loss", "held-out τ", "without context"):
         assert said in output
@@ -177,11 +182,11 @@ def test_a_finished_run_says_so_and_is_left_alone(workspace, launched):
 def test_a_run_stopped_by_sigterm_to_the_launcher_resumes_to_the_same_bits(workspace, launched, tmp_path):
     run = tmp_path / "run"
     launcher = start_launcher(workspace, run)
-    read_until(launcher, "step 33/")
+    watch(launcher)
     launcher.send_signal(signal.SIGTERM)
     _, errors = finish(launcher, code=1)
     stopped = read_metrics(run)[-1]["step"]
-    assert 33 <= stopped < NUM_STEPS
+    assert WATCHED_STEP <= stopped < NUM_STEPS
     assert f"interrupted at step {stopped}, --resume continues" in errors
     assert "Traceback" not in errors
     assert latest(run).name == f"step-{stopped}"
@@ -192,14 +197,14 @@ def test_a_run_stopped_by_sigterm_to_the_launcher_resumes_to_the_same_bits(works
 def test_a_killed_run_resumes_to_the_same_bits(workspace, launched, tmp_path):
     run = tmp_path / "run"
     worker = start_worker(workspace, run)
-    read_until(worker, "step 25/")
+    watch(worker)
     worker.kill()
     worker.communicate()
-    assert latest(run).name in {f"step-{step}" for step in range(20, NUM_STEPS, 10)}
+    assert latest(run).name in {f"step-{step}" for step in range(4, NUM_STEPS, 4)}
     # What a kill at the worst of times leaves: a line that is cut short, a checkpoint without its name.
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 9')
-    shutil.copytree(latest(run), run / "checkpoints/.step-100.tmp")
+    shutil.copytree(latest(run), run / "checkpoints/.step-64.tmp")
     finish(start_worker(workspace, run, "--resume"))
     assert_bitwise_equal(run, launched[0])
 
@@ -207,13 +212,13 @@ def test_a_killed_run_resumes_to_the_same_bits(workspace, launched, tmp_path):
 def test_ranks_stop_together_have_one_thread_each_and_resume_on_another_number(
     workspace, launched, reporting, tmp_path
 ):
-    """Six rows a step: on two ranks in three micro-steps, then on three ranks in one, as on one rank in six.
+    """Six rows a step: on two ranks in three micro-steps, then on three ranks in two, as on one rank in one.
 
     Sums in another order change the last bits; Adam at a learning rate of 1e-2 makes them 1e-3 of the loss in time.
     """
-    run = tmp_path / "run"
-    ranks = start_ranks(workspace, run, 2, **reporting)
-    read_until(ranks[0], "step 21/")
+    run, row_by_row = tmp_path / "run", "train.rows_per_micro_step=1"
+    ranks = start_ranks(workspace, run, 2, row_by_row, **reporting)
+    watch(ranks[0])
     for rank in ranks:
         rank.send_signal(signal.SIGUSR1)
         assert_threads(read_until(rank, "THREADS "), NATIVE_THREADS_OF_A_RANK)
@@ -221,7 +226,7 @@ def test_ranks_stop_together_have_one_thread_each_and_resume_on_another_number(
     for rank in ranks:
         _, errors = finish(rank, code=1)
         assert f"interrupted at step {read_metrics(run)[-1]['step']}, --resume continues" in errors
-    for rank in start_ranks(workspace, run, 3, "--resume"):
+    for rank in start_ranks(workspace, run, 3, row_by_row, "--resume"):
         finish(rank)
 
     lines, expected = read_metrics(run), read_metrics(launched[0])
@@ -237,7 +242,7 @@ def test_ranks_stop_together_have_one_thread_each_and_resume_on_another_number(
 def test_a_launched_worker_has_one_thread_and_its_death_ends_the_job(workspace, reporting, tmp_path):
     """The threads are those after steps with their backward, an evaluation and checkpoints."""
     launcher = start_launcher(workspace, tmp_path / "run", **reporting)
-    read_until(launcher, "step 21/")
+    watch(launcher)
     worker = child(launcher)
     os.kill(worker, signal.SIGUSR1)
     assert_threads(read_until(launcher, "THREADS "), NATIVE_THREADS)
