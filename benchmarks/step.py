@@ -12,14 +12,16 @@ import platform
 import statistics
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.synthetic import fill_rows, random_trainer
-from shards.errors import UsageError, run_command
-from train.__main__ import quiet_thread_starters
+from shards.errors import RunError, UsageError, run_command
 from train.config import RunConfig
+from train.runtime import compute_on_one_thread_deterministically, quiet_thread_starters
 from train.trainer import Trainer
 
 CHECKED_STEPS = 3
@@ -44,9 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
             "benchmarks.step measures one micro-step a step: set train.rows_per_step to rows_per_micro_step"
         )
     quiet_thread_starters()
-    torch.autograd.set_multithreading_enabled(False)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    compute_on_one_thread_deterministically()
     device = torch.device("cuda", 0)
     length = config.cache.row_tokens // arguments.documents
     trainer = random_trainer(config, device)
@@ -59,26 +59,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_replay_equals_eager(trainer: Trainer) -> None:
-    """Run steps by replay and again uncaptured from the same state; every loss and weight must agree to the bit."""
+    """Run steps by replay and again uncaptured from the same state; losses, masters and moments must be equal bits."""
     saved = {name: tensor.cpu() for name, tensor in trainer.flat.state().items()}
 
-    def losses(step) -> list[float]:
+    def take_steps(step: Callable[[], None]) -> list[Tensor]:
         for name, tensor in trainer.flat.state().items():
             tensor.copy_(saved[name])
         trainer.flat.refresh_weights()
         for counter in trainer.step.counters:
             counter.zero_()
-        values = []
+        sums = []
         for _ in range(CHECKED_STEPS):
             step()
-            values.append((trainer.step.metrics.sums[0] / trainer.step.metrics.sums[1]).item())
+            sums.append(trainer.step.metrics.sums.clone())
             trainer.step.metrics.reset()
-        return [*values, trainer.flat.masters.double().sum().item()]
+        return sums + [tensor.cpu() for tensor in trainer.flat.state().values()]
 
-    replayed = losses(trainer.step.whole_step)
-    eager = losses(trainer.step.whole_step.function)
-    if replayed != eager:
-        sys.exit(f"replayed and uncaptured steps differ: {replayed} and {eager}")
+    replayed = take_steps(trainer.step.whole_step)
+    eager = take_steps(trainer.step.whole_step.function)
+    if not all(torch.equal(a, b) for a, b in zip(replayed, eager, strict=True)):
+        raise RunError("replayed and uncaptured steps differ: losses, masters or moments are not the same bits")
 
 
 def measure(config: RunConfig, trainer: Trainer, *, num_steps: int) -> dict[str, Any]:

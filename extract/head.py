@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from extract.target import Architecture, load_model
+from shards.durable import write_json
 from shards.errors import UsageError
-from shards.manifest import write_json
 from shards.schema import HEAD_CONFIG_FILE, HEAD_FILE
 
 PROBE_TOKENS = 16

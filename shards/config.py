@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 import tomllib
 import types
 import typing
@@ -163,7 +164,7 @@ def to_json(section: Any) -> dict[str, Any]:
 def require_positive(section: object, name: str, *keys: str) -> None:
     """Raise UsageError unless each named field of `section` (the config section `name`) is above zero."""
     for key in keys:
-        if getattr(section, key) <= 0:
+        if not 0 < getattr(section, key) < math.inf:  # NaN is refused, too
             raise UsageError(f"{name}.{key} is {getattr(section, key)}: it must be positive")
 
 

@@ -3,6 +3,7 @@
 An error names what, what was expected, what was found, where, and what to do.
 """
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -34,4 +35,7 @@ def run_command(command: Callable[[], int | None]) -> int:
         return EXIT_USAGE
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except BrokenPipeError:  # the reader of our output has gone: nothing is left to be said to it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED

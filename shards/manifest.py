@@ -7,13 +7,12 @@ is no cache. FORMAT.md specifies the file; this module reads, validates and comp
 import dataclasses
 import hashlib
 import json
-import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from shards.config import CacheConfig, DataConfig, TargetConfig, build_section, to_json
+from shards.durable import json_text
 from shards.errors import CacheError, UsageError
 
 FORMAT_NAME = "dflash-cache"
@@ -149,36 +148,3 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: invalid JSON or UTF-8
         raise CacheError(f"{path} cannot be read: {error}") from None
-
-
-def json_text(value: Any) -> str:
-    """JSON as a cache stores it: the same value has the same bytes."""
-    return json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n"
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that `path` is at any time absent, the old file or the new one, and survives a power cut."""
-    temporary = temporary_beside(path)
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(json_text(value))
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_directory(path.parent)
-
-
-def temporary_beside(path: Path) -> Path:
-    """A hidden name next to `path` that only this process uses, on this host and any other that shares the disk."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable (a rename is only that once its directory is synced)."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,16 +21,9 @@ import zarr
 
 from shards.codec import decode_bf16
 from shards.config import CHUNK_TOKENS
+from shards.durable import json_text, sync_directory, sync_tree, temporary_beside, write_json
 from shards.errors import CacheError, RunError, UsageError
-from shards.manifest import (
-    COMPLETE_FILE,
-    MANIFEST_FILE,
-    Manifest,
-    json_text,
-    sync_directory,
-    temporary_beside,
-    write_json,
-)
+from shards.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest
 from shards.record import FileRecord, Quarantined, ShardRecord, Statistics
 from shards.schema import (
     FINAL_HIDDEN,
@@ -107,7 +100,7 @@ def publish_cache(cache: Path, staging: Path, manifest: Manifest) -> Manifest:
     checksums = {name: FileRecord.of(staging / name).sha256 for name in file_names(staging)}
     manifest = dataclasses.replace(manifest, checksums=checksums)
     write_json(staging / MANIFEST_FILE, manifest.to_json())
-    _sync_tree(staging)
+    sync_tree(staging)
     _check_vacant(cache)  # again: much time may have passed
     for name in (TARGET_DIRECTORY, PLAN_DIRECTORY):  # left by a crash; this order keeps `_check_vacant` right
         if (cache / name).exists():
@@ -135,7 +128,7 @@ def write_shard(cache: Path, manifest: Manifest, shard: int, rows: ShardRows) ->
         for name, values in rows.arrays.items():
             _write_array(directory, arrays[name], values)
         (directory / SHARD_FILE).write_text(json_text(_record(directory, shard, rows).to_json()), encoding="utf-8")
-        _sync_tree(directory)
+        sync_tree(directory)
         return _publish(directory, destination)
 
 
@@ -275,12 +268,3 @@ def _publish(directory: Path, destination: Path) -> bool:
         raise
     sync_directory(destination.parent)
     return True
-
-
-def _sync_tree(directory: Path) -> None:
-    """Make every file and every name below `directory` durable."""
-    for parent, _, names in os.walk(directory, topdown=False):
-        for name in names:
-            with open(Path(parent, name), "rb") as file:
-                os.fsync(file.fileno())
-        sync_directory(Path(parent))

@@ -8,8 +8,8 @@ import torch
 from tqdm import tqdm
 
 from extract.tokenise import Encoder
+from shards.durable import write_json
 from shards.errors import RunError, UsageError
-from shards.manifest import write_json
 from speculate.acceptance import measure
 from speculate.checkpoint import DraftCheckpoint
 from speculate.config import SpeculateConfig

@@ -6,16 +6,18 @@ torch is imported late: workers must first say which GPU is theirs and which thr
 """
 
 import argparse
+import ctypes
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
 
-import tqdm
-
-from shards.errors import EXIT_FAILED, run_command
+from shards.errors import EXIT_FAILED, CacheError, RunError, run_command
 from train.config import RunConfig
+from train.runtime import quiet_thread_starters
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 DESCRIPTION = "Train a DFlash drafter from a cache of the target's hidden states."
 EPILOG = """\
 Any configuration key can be overridden: python -m train --config F --cache DIR --run DIR train.lr=3e-4
@@ -61,32 +63,26 @@ def start(arguments: argparse.Namespace) -> int:
 
 
 def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
-    """Validate everything, then start the workers and wait for them."""
-    from train.preflight import count_processes, preflight
-    from train.rundir import finished_step
-
-    num_steps = preflight(config, arguments.cache, arguments.run, resume=arguments.resume)
-    if finished_step(arguments.run) == num_steps:
-        print(f"{arguments.run} has all its {num_steps} steps: nothing to train; --run DIR (make: RUN=) begins another")
-        return 0
-    from train.launch import run_workers
-
-    run_workers(sys.argv[1:], num_workers=count_processes(config))
+    """Refuse what can be refused, then start the workers and wait for them."""
+    from train.launch import find_gpus, run_workers
+    from train.preflight import preflight
     from train.summary import print_summary
 
+    num_workers = max(1, len(find_gpus(config.train)))
+    begin = preflight(config, arguments.cache, arguments.run, world_size=num_workers, resume=arguments.resume)
+    if begin.is_finished:
+        print(f"{arguments.run} has all its {begin.num_steps} steps: nothing to train; RUN= (--run) begins another")
+        return 0
+    run_workers(sys.argv[1:], num_workers=num_workers)
     print_summary(arguments.run)
     return 0
 
 
 def work(config: RunConfig, arguments: argparse.Namespace) -> int:
     """Be one rank. Leaves by `os._exit`: after a failure nothing may wait for peers that are gone."""
-    claim_gpu(config)
-    from train.run import train
-    from train.rundir import begin_or_continue
-
-    checkpoint = begin_or_continue(arguments.run, config, resume=True)
+    stop_with_launcher()
     try:
-        code = run_command(lambda: train(config, arguments.cache, arguments.run, checkpoint))
+        code = run_command(lambda: run_rank(config, arguments))
     except BaseException:
         traceback.print_exc()
         code = EXIT_FAILED
@@ -94,20 +90,24 @@ def work(config: RunConfig, arguments: argparse.Namespace) -> int:
     os._exit(code)
 
 
-def claim_gpu(config: RunConfig) -> None:
-    """Let this process see its own GPU only: entry LOCAL_RANK of train.gpus, counted among the visible ones."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpu = local_rank if config.train.gpus is None else config.train.gpus[local_rank]
-    if visible != "":  # with no GPU visible, the CPU it is
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu) if visible is None else visible.split(",")[gpu]
+def run_rank(config: RunConfig, arguments: argparse.Namespace) -> None:
+    """Check what the launcher checked, because `torchrun` has not; then train."""
+    from train.launch import claim_gpu, find_gpus
+    from train.preflight import preflight
+    from train.run import train
+
+    claim_gpu(find_gpus(config.train))
+    world_size = int(os.environ["WORLD_SIZE"])
+    begin = preflight(config, arguments.cache, arguments.run, world_size=world_size, resume=arguments.resume)
+    try:
+        train(config, arguments.cache, arguments.run, begin.checkpoint)
+    except CacheError as error:  # damaged under the run: no longer a matter of usage
+        raise RunError(str(error)) from error
 
 
-def quiet_thread_starters() -> None:
-    """Keep inductor and tqdm from starting any: a trainer has one Python thread. Call before importing torch."""
-    tqdm.tqdm.monitor_interval = 0
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic matrix products need
+def stop_with_launcher() -> None:
+    """Have the kernel send SIGTERM when the parent process dies, however it does: no worker outlives its job."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":

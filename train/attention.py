@@ -5,14 +5,14 @@ plain torch attends under a dense mask, spending work on pairs that the mask the
 statement of what the kernel computes.
 """
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-try:
+if find_spec("triton"):  # it comes with torch's CUDA builds only; train/preflight.py refuses a GPU without it
     from train.attention_kernels import block_attention_kernel
-except ImportError:  # triton comes with torch's CUDA builds only; train/preflight.py refuses a GPU without it
-    block_attention_kernel = None
 
 
 def block_attention(

@@ -7,7 +7,7 @@ from typing import Any
 
 from shards.manifest import MANIFEST_FILE, Manifest
 from shards.schema import missing_shards
-from train.config import RunConfig
+from train.config import RunConfig, default_target_layer_ids
 from train.export import exported_shapes
 from train.head import CHUNK_LOGITS
 from train.order import RowOrder
@@ -24,6 +24,9 @@ def check(config: RunConfig, cache: Path, *, as_json: bool) -> int:
         print(json.dumps(plan, indent=1))
         return 0
     print(f"drafter            {plan['num_parameters']:,} parameters, γ {plan['gamma']:g}")
+    layers = list(config.drafter.target_layer_ids)
+    published = list(default_target_layer_ids(config.target.num_layers, len(layers)))
+    print(f"context layers     {layers}" + ("" if layers == published else f"; published drafters take {published}"))
     print(
         f"step               {config.train.rows_per_step} rows = {plan['slots_per_step']:,} token slots over "
         f"{plan['num_processes']} process(es) × {plan['num_micro_steps']} micro-step(s) of "

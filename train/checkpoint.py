@@ -9,6 +9,7 @@ Everything is unsharded, so a run continues on another number of ranks.
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from shards.durable import sync_directory, sync_tree, write_json
 from shards.errors import RunError
-from shards.manifest import sync_directory, write_json
 from train.config import RunConfig
 from train.export import export_drafter
 from train.optimizer import Counters, FlatParameters
@@ -32,31 +33,30 @@ COUNTERS_FILE = "state/counters.json"
 def save_checkpoint(run: Path, config: RunConfig, trainer: Trainer) -> Path:
     """Write the checkpoint of the step that the trainer has reached, and drop old ones. Only the first rank calls."""
     values = {name: int(counter) for name, counter in trainer.step.counters._asdict().items()}
-    directory = run / CHECKPOINTS_DIRECTORY / f"step-{values['step']}"
-    if directory.exists():  # a crash may have come between its rename and the link
-        _point_latest_at(directory)
+    checkpoints = run / CHECKPOINTS_DIRECTORY
+    directory = checkpoints / f"step-{values['step']}"
+    if directory.exists():
         return directory
-    beside = directory.with_name(f".{directory.name}.tmp")
-    shutil.rmtree(beside, ignore_errors=True)
+    _drop(checkpoints.glob(".step-*"))  # what a crash left
+    beside = checkpoints / f".{directory.name}"
     try:
         (beside / "state").mkdir(parents=True)
         export_drafter(beside, trainer.drafter, config, trainer.head)
         save_file({name: tensor.cpu() for name, tensor in trainer.flat.state().items()}, beside / STATE_FILE)
         write_json(beside / COUNTERS_FILE, values)
-    except OSError as error:
+        sync_tree(beside)
+        os.rename(beside, directory)
+        _point_latest_at(directory)
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(beside, ignore_errors=True)
-        raise RunError(f"{directory} could not be written: {error}; the checkpoint before it is intact") from error
-    _sync_tree(beside)
-    os.rename(beside, directory)
-    _point_latest_at(directory)
-    _drop_old(directory.parent, keep=config.train.keep_checkpoints)
+        raise RunError(f"{directory} could not be written: {error}; the checkpoints before it are intact") from error
+    _drop(_by_step(checkpoints)[: -config.train.keep_checkpoints])
     return directory
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """The checkpoint that `latest` points at, or None when the run has none."""
-    link = run / CHECKPOINTS_DIRECTORY / LATEST_LINK
-    return link.resolve() if link.exists() else None
+    """The newest checkpoint, or None when the run has none. `latest` is for people: a crash may leave it behind."""
+    return next(iter(reversed(_by_step(run / CHECKPOINTS_DIRECTORY))), None)
 
 
 def checkpoint_step(checkpoint: Path) -> int:
@@ -95,15 +95,10 @@ def _point_latest_at(directory: Path) -> None:
     sync_directory(directory.parent)
 
 
-def _drop_old(checkpoints: Path, *, keep: int) -> None:
-    by_step = sorted(checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-    for path in by_step[:-keep]:
-        shutil.rmtree(path)
+def _by_step(checkpoints: Path) -> list[Path]:
+    return sorted(checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def _sync_tree(directory: Path) -> None:
-    for parent, _, names in os.walk(directory, topdown=False):
-        for name in names:
-            with open(Path(parent) / name, "rb") as file:
-                os.fsync(file.fileno())
-        sync_directory(Path(parent))
+def _drop(directories: Iterable[Path]) -> None:
+    for directory in directories:
+        shutil.rmtree(directory)

@@ -113,8 +113,10 @@ class TrainConfig:
         for key in ("warmup_fraction", "final_lr_fraction"):
             if not 0.0 <= getattr(self, key) <= 1.0:
                 raise UsageError(f"train.{key} is {getattr(self, key)}: it must be in [0, 1]")
-        if self.gpus is not None and (not self.gpus or len(set(self.gpus)) != len(self.gpus)):
-            raise UsageError(f"train.gpus is {list(self.gpus)}: it must name GPUs, each once")
+        if self.gpus is not None and (not self.gpus or len(set(self.gpus)) != len(self.gpus) or min(self.gpus) < 0):
+            raise UsageError(f"train.gpus is {list(self.gpus)}: it must name GPUs by number, each once")
+        if not 0 <= self.seed < 1 << 63:
+            raise UsageError(f"train.seed is {self.seed}: it must be in 0..2^63 − 1")
         for key in ("eval_every", "save_every"):
             if getattr(self, key) % self.log_every:
                 raise UsageError(
@@ -170,17 +172,16 @@ class RunConfig:
                 f"train.num_anchors is {self.train.num_anchors}: a row has only {self.cache.row_tokens} tokens"
             )
 
-    @property
-    def gamma(self) -> float:
-        """Decay of the slot weights: as set, or the paper's for the block size."""
-        if self.train.gamma is not None:
-            return self.train.gamma
-        if self.drafter.block_size not in DEFAULT_GAMMA:
+        if self.train.gamma is None and self.drafter.block_size not in DEFAULT_GAMMA:
             raise UsageError(
                 f"train.gamma has no default for drafter.block_size {self.drafter.block_size} "
                 f"(only for {sorted(DEFAULT_GAMMA)}): set it"
             )
-        return DEFAULT_GAMMA[self.drafter.block_size]
+
+    @property
+    def gamma(self) -> float:
+        """Decay of the slot weights: as set, or the paper's for the block size."""
+        return DEFAULT_GAMMA[self.drafter.block_size] if self.train.gamma is None else self.train.gamma
 
 
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:

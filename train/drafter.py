@@ -5,7 +5,7 @@ Parameter names are those of the exported checkpoint. The embedding and the head
 elsewhere (`train/target_head.py`). Shapes: R rows, T tokens, N blocks, B slots, H hidden, K context layers.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +35,6 @@ class RMSNorm(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-class ContextRange(NamedTuple):
-    """The context slots that each block sees: start ≤ t < end, int32 [R, N]."""
-
-    start_RN: Tensor
-    end_RN: Tensor
-
-
 class Attention(nn.Module):
     def __init__(self, config: DrafterConfig, hidden_size: int, layer: int) -> None:
         super().__init__()
@@ -62,13 +55,21 @@ class Attention(nn.Module):
         key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
         return ContextKeyValue(rotate(key, rotary), self.v_proj(x).unflatten(-1, (-1, self.head_dim)))
 
-    def forward(self, x_RNBH: Tensor, rotary: Tensor, context: ContextKeyValue, seen: ContextRange) -> Tensor:
+    def forward(
+        self,
+        x_RNBH: Tensor,
+        rotary: Tensor,
+        context: ContextKeyValue,
+        context_start_RN: Tensor,
+        context_end_RN: Tensor,
+    ) -> Tensor:
         query = rotate(self.q_norm(self.q_proj(x_RNBH).unflatten(-1, (-1, self.head_dim))), rotary)
         output = block_attention(
             query,
             *context,
             *self.keys_and_values(x_RNBH, rotary),
-            *seen,
+            context_start_RN,
+            context_end_RN,
             sliding_window=self.sliding_window,
             is_causal=self.is_causal,
         )
@@ -94,8 +95,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.mlp = MLP(hidden_size, config.intermediate_size)
 
-    def forward(self, x_RNBH: Tensor, rotary: Tensor, context: ContextKeyValue, seen: ContextRange) -> Tensor:
-        x_RNBH = x_RNBH + self.self_attn(self.input_layernorm(x_RNBH), rotary, context, seen)
+    def forward(self, x_RNBH: Tensor, *attention_inputs: Any) -> Tensor:
+        x_RNBH = x_RNBH + self.self_attn(self.input_layernorm(x_RNBH), *attention_inputs)
         return x_RNBH + self.mlp(self.post_attention_layernorm(x_RNBH))
 
 
@@ -142,10 +143,9 @@ class Drafter(nn.Module):
     ) -> Tensor:
         """Normed hidden states [R, N, B, H] of the slots; a block sees context slots start ≤ t < end and itself."""
         rotary = rotary_embedding(position_ids_RNB, self.config.head_dim, self.config.rope_theta)
-        seen = ContextRange(context_start_RN, context_end_RN)
         x_RNBH = embeddings_RNBH
         for layer, layer_context in zip(self.layers, context, strict=True):
-            x_RNBH = layer(x_RNBH, rotary, layer_context, seen)
+            x_RNBH = layer(x_RNBH, rotary, layer_context, context_start_RN, context_end_RN)
         return self.norm(x_RNBH)
 
 

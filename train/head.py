@@ -45,14 +45,22 @@ def head_logits(hidden: Tensor, lm_head_VH: Tensor, output_multiplier: float, so
 
 
 def chunk_loss(
-    hidden_CH: Tensor, labels_C: Tensor, weights_C: Tensor, lm_head_VH: Tensor, multiplier: float, softcap: float | None
+    hidden_CH: Tensor,
+    labels_C: Tensor,
+    weights_C: Tensor,
+    lm_head_VH: Tensor,
+    multiplier: float,
+    softcap: float | None,
+    wants_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a chunk of C slots: cross-entropy, whether the argmax is right, and the gradient of Σ w·CE [C, H]."""
+    """Of a chunk of C slots: cross-entropy, whether the argmax is right, and, if wanted, Σ w·CE's gradient [C, H]."""
     logits_CV = head_logits(hidden_CH, lm_head_VH, multiplier, softcap)
     labels_C1 = labels_C[:, None]
     log_normaliser_C1 = logits_CV.logsumexp(dim=1, keepdim=True)
     cross_entropy_C1 = log_normaliser_C1 - logits_CV.gather(1, labels_C1)
     is_correct_C = logits_CV.argmax(dim=1) == labels_C
+    if not wants_gradient:
+        return cross_entropy_C1.squeeze(1), is_correct_C, hidden_CH
     gradient_CV = torch.exp(logits_CV - log_normaliser_C1)
     gradient_CV = gradient_CV.scatter(1, labels_C1, torch.expm1(-cross_entropy_C1))  # probability − 1 at the label
     gradient_CV = gradient_CV * (weights_C[:, None] * multiplier)
@@ -66,7 +74,7 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx, hidden_MH, labels_M, weights_M, lm_head_VH, multiplier, softcap):  # type: ignore[override]
         run_chunk = compiled(chunk_loss) if hidden_MH.is_cuda else chunk_loss
         chunks = [
-            run_chunk(hidden, labels, weights, lm_head_VH, multiplier, softcap)
+            run_chunk(hidden, labels, weights, lm_head_VH, multiplier, softcap, ctx.needs_input_grad[0])
             for hidden, labels, weights in zip(
                 *(x.split(chunk_rows(len(labels_M), len(lm_head_VH))) for x in (hidden_MH, labels_M, weights_M)),
                 strict=True,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shards.errors import RunError
 from shards.reader import CacheReader
@@ -22,6 +23,7 @@ from train.order import RowOrder
 from train.progress import Progress
 from train.ranks import Ranks
 from train.rundir import MetricsLog, record_config
+from train.runtime import compute_on_one_thread_deterministically
 from train.step import TrainStep
 from train.target_head import TargetHead
 from train.trainer import DTYPES, Trainer
@@ -29,9 +31,7 @@ from train.trainer import DTYPES, Trainer
 
 def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) -> None:
     """Train from `checkpoint`, or from the beginning; raises RunError when the run can't go on or is interrupted."""
-    torch.autograd.set_multithreading_enabled(False)  # the CUDA backward would run on a thread of its own
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # every buffer is written before it is read
+    compute_on_one_thread_deterministically()
     interrupt = Interrupt()
     ranks = Ranks.join()
     reader = CacheReader(cache)
@@ -55,10 +55,10 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
         first_step = int(trainer.step.counters.step)
     log = None
     if ranks.is_first:
-        record_config(run, config)
+        record_config(run, config, reader.manifest.identity)
         log = MetricsLog(run, first_step=first_step)
     progress = Progress(num_steps=num_steps, first_step=first_step, enabled=ranks.is_first)
-    progress.say(f"training on {describe(ranks)}: steps {first_step}..{num_steps}, run {run}")
+    progress.say(f"training on {describe(ranks)}: steps {first_step}..{num_steps}, γ {config.gamma:g}, run {run}")
 
     def save() -> None:
         if ranks.is_first:
@@ -89,7 +89,7 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
         if num_bad >= config.train.max_bad_steps:
             raise RunError(
                 f"the last {num_bad} steps up to step {done} had a loss or gradient that is "
-                f"not finite, train.max_bad_steps is {config.train.max_bad_steps}: the checkpoint before is intact"
+                f"not finite, and train.max_bad_steps is {config.train.max_bad_steps}; {run} keeps its checkpoints"
             )
         if is_last or done % config.train.eval_every == 0:
             heldout = evaluate(trainer.heldout_step, feed, heldout_rows, ranks, block_size=config.drafter.block_size)
@@ -126,9 +126,14 @@ def read_interval(
         "tokens_per_second": num_steps * slots_per_step / seconds,
         "data_wait_fraction": feed.wait.take() / seconds,
         "learning_rate": float(step.schedule.learning_rate(step.counters.step - 1)),
-        "grad_norm": float(step.grad_norm),
+        "grad_norm": finite_or_none(step.grad_norm),
         "skipped_steps": int(step.counters.num_bad + step.counters.num_empty),
     }
+
+
+def finite_or_none(value: Tensor) -> float | None:
+    """A scalar for JSON, which has no NaN."""
+    return float(value) if torch.isfinite(value) else None
 
 
 class IntervalClock:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from shards.config import to_json
+from shards.durable import write_json
 from shards.errors import UsageError
-from shards.manifest import write_json
-from train.checkpoint import checkpoint_step, latest_checkpoint
+from shards.manifest import Identity
+from train.checkpoint import latest_checkpoint
 from train.config import RunConfig
 
 RUN_CONFIG_FILE = "config.json"
@@ -33,43 +34,57 @@ MAY_CHANGE = {
 }
 
 
-def begin_or_continue(run: Path, config: RunConfig, *, resume: bool) -> Path | None:
+def begin_or_continue(run: Path, config: RunConfig, identity: Identity, *, resume: bool) -> Path | None:
     """Decide where the run starts: None for its beginning, else the checkpoint to continue from. Writes nothing.
 
-    Raises UsageError when the directory holds something and `resume` is off, or holds a run of another config.
+    `identity` is the cache's. Raises UsageError when the directory can't be written, holds something and `resume` is
+    off, or holds the run of another config or cache.
     """
-    if not run.exists() or not any(run.iterdir()):
+    if not run.exists():
+        return None
+    if not run.is_dir() or not os.access(run, os.W_OK):
+        raise UsageError(f"{run} is not a directory that can be written to: --run names another")
+    if not any(run.iterdir()):
         return None
     if not resume:
         raise UsageError(f"{run} is not empty: --resume continues the run in it, --run names another directory")
-    recorded_in = run / RUN_CONFIG_FILE
-    if not recorded_in.exists():
-        raise UsageError(f"{run} is not empty and holds no run: it has no {RUN_CONFIG_FILE}; --run names another")
-    recorded, wanted = json.loads(recorded_in.read_text(encoding="utf-8")), flatten(config)
-    for key, value in wanted.items():
+    recorded = _read_recorded(run)
+    for key, value in record(config, identity).items():
         if key not in MAY_CHANGE and recorded.get(key) != value:
             raise UsageError(
-                f"{run} was begun with {key} = {recorded.get(key)!r}, the config says {value!r}: "
-                "continue with the config it was begun with, or name another run directory"
+                f"{run} was begun with {key} = {recorded.get(key)!r}, now it is {value!r}: "
+                "continue with what it was begun with, or name another run directory"
             )
     return latest_checkpoint(run)
 
 
-def record_config(run: Path, config: RunConfig) -> None:
+def record_config(run: Path, config: RunConfig, identity: Identity) -> None:
     run.mkdir(parents=True, exist_ok=True)
-    write_json(run / RUN_CONFIG_FILE, flatten(config))
+    write_json(run / RUN_CONFIG_FILE, record(config, identity))
+
+
+def record(config: RunConfig, identity: Identity) -> dict[str, Any]:
+    """What makes a run what it is: the whole configuration, and of what its cache was made."""
+    return flatten(config) | {f"identity.{key}": value for key, value in to_json(identity).items()}
+
+
+def _read_recorded(run: Path) -> dict[str, Any]:
+    path = run / RUN_CONFIG_FILE
+    if not path.exists():
+        raise UsageError(f"{run} is not empty and holds no run: it has no {RUN_CONFIG_FILE}; --run names another")
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}; --run names another directory") from None
+    if not isinstance(recorded, dict):
+        raise UsageError(f"{path} is not the configuration of a run; --run names another directory")
+    return recorded
 
 
 def flatten(config: RunConfig) -> dict[str, Any]:
     """The whole configuration as section.key → JSON value."""
     sections = {field.name: to_json(getattr(config, field.name)) for field in dataclasses.fields(config)}
     return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-
-
-def finished_step(run: Path) -> int | None:
-    """The step of the newest checkpoint, or None when there is none."""
-    checkpoint = latest_checkpoint(run)
-    return None if checkpoint is None else checkpoint_step(checkpoint)
 
 
 class MetricsLog:
@@ -84,7 +99,7 @@ class MetricsLog:
 
     def append(self, line: dict[str, Any]) -> None:
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

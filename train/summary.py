@@ -9,9 +9,11 @@ from train.rundir import read_metrics
 
 def print_summary(run: Path) -> None:
     lines = read_metrics(run)
-    first, last = lines[0], lines[-1]
+    last = lines[-1]
     print(f"\nrun {run}: {last['step']} steps, drafter in {run / CHECKPOINTS_DIRECTORY / LATEST_LINK}")
-    print(f"loss {first['loss']:.3f} at step {first['step']} → {last['loss']:.3f} at step {last['step']}")
+    if measured := [line for line in lines if line["loss"] is not None]:
+        begin, end = measured[0], measured[-1]
+        print(f"loss {begin['loss']:.3f} at step {begin['step']} → {end['loss']:.3f} at step {end['step']}")
     if "heldout_acceptance_length" in last:
         print(f"held-out τ {_interval(last, 'heldout_acceptance_length')} (95 % interval over documents)")
         if last["heldout_acceptance_length_without_context"] is not None:

@@ -10,9 +10,9 @@ from benchmarks.step import check_replay_equals_eager
 from benchmarks.synthetic import fill_rows, random_trainer
 from shards.config import CacheConfig, DataConfig, TargetConfig
 from shards.errors import RunError
-from train.__main__ import quiet_thread_starters
 from train.config import DrafterConfig, RunConfig, TrainConfig
 from train.graph import CapturedFunction
+from train.runtime import compute_on_one_thread_deterministically, quiet_thread_starters
 from train.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -53,9 +53,7 @@ def small_config(**train: Any) -> RunConfig:
 @pytest.fixture(scope="module")
 def device() -> torch.device:
     quiet_thread_starters()
-    torch.autograd.set_multithreading_enabled(False)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    compute_on_one_thread_deterministically()
     return torch.device("cuda", 0)
 
 

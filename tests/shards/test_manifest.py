@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from shards.durable import write_json
 from shards.errors import CacheError
-from shards.manifest import Manifest, read_json, write_json
+from shards.manifest import Manifest, read_json
 from tests.shards.caches import CacheShape, make_cache, make_manifest, make_plan
 
 MANIFEST = make_manifest(CacheShape(final_hidden=True), make_plan(CacheShape()))

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shards.durable import temporary_beside
 from shards.errors import CacheError, RunError, UsageError
-from shards.manifest import MANIFEST_FILE, Manifest, temporary_beside
+from shards.manifest import MANIFEST_FILE, Manifest
 from shards.record import Quarantined, ShardRecord
 from shards.schema import missing_shards, published_shards
 from shards.verify import verify

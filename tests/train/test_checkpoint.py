@@ -1,5 +1,7 @@
 """Checkpoints: restored to the bit, whole or absent, the newest ones kept."""
 
+import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,16 +89,16 @@ def test_leftovers_of_a_crash_are_no_checkpoint_and_do_no_harm(config, tmp_path)
     assert loaded.step.counters.step == 8
 
 
-def test_a_crash_between_rename_and_link_leaves_the_older_checkpoint_in_charge(config, tmp_path):
+def test_a_crash_between_rename_and_link_loses_nothing(config, tmp_path):
     run = tmp_path / "run"
     older = save_checkpoint(run, config, new_trainer(config, step=8))
     newer = save_checkpoint(run, config, new_trainer(config, step=9))
     link = run / "checkpoints/latest"
     link.unlink()
-    link.symlink_to(older.name)
-    assert latest_checkpoint(run) == older
-    assert save_checkpoint(run, config, new_trainer(config, step=9)) == newer  # after the resume
     assert latest_checkpoint(run) == newer
+    link.symlink_to(older.name)
+    assert latest_checkpoint(run) == newer
+    assert save_checkpoint(run, config, new_trainer(config, step=10)) == link.resolve()
 
 
 @pytest.mark.parametrize("damage", ["cut short", "missing", "of another drafter"])
@@ -115,10 +117,25 @@ def test_a_damaged_state_is_refused(config, tmp_path, damage):
         load_checkpoint(checkpoint, trainer.flat, trainer.step.counters)
 
 
-def test_a_disk_that_refuses_leaves_the_older_checkpoint(config, tmp_path):
+def test_a_full_disk_leaves_the_older_checkpoint(config, tmp_path):
+    """A limit on the size of files stands for the disk: either refuses a write in the middle of a file."""
     run = tmp_path / "run"
     older = save_checkpoint(run, config, new_trainer(config, step=8))
-    (run / "checkpoints/.step-9.tmp").write_text("a file where the directory should be")
-    with pytest.raises(RunError, match="the checkpoint before it is intact"):
-        save_checkpoint(run, config, new_trainer(config, step=9))
+    trainer = new_trainer(config, step=9)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(RunError, match="the checkpoints before it are intact"):
+            save_checkpoint(run, config, trainer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert latest_checkpoint(run) == older
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", older.name]
+
+
+def test_what_a_killed_save_left_is_removed(config, tmp_path):
+    run = tmp_path / "run"
+    older = save_checkpoint(run, config, new_trainer(config, step=8))
+    shutil.copytree(older, run / "checkpoints/.step-9")
+    newer = save_checkpoint(run, config, new_trainer(config, step=10))
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", newer.name, older.name]

@@ -251,6 +251,29 @@ def test_a_launched_worker_has_one_thread_and_its_death_ends_the_job(workspace, 
     assert "rank 0" in errors
 
 
+def test_a_worker_whose_launcher_is_killed_saves_and_stops(workspace, tmp_path):
+    run = tmp_path / "run"
+    launcher = start_launcher(workspace, run)
+    watch(launcher)
+    launcher.kill()
+    _, errors = (stream.decode() for stream in launcher.communicate())  # to its end: the worker holds the other one
+    stopped = read_metrics(run)[-1]["step"]
+    assert WATCHED_STEP <= stopped < NUM_STEPS
+    assert f"interrupted at step {stopped}" in errors
+    assert latest(run).name == f"step-{stopped}"
+
+
+def test_a_worker_that_no_launcher_checked_refuses_by_itself(workspace, launched, tmp_path):
+    """As under torchrun: a run directory in use without --resume, and a cache that was made with another config."""
+    before = read_metrics(launched[0])
+    _, errors = finish(start_worker(workspace, launched[0]), code=2)
+    assert "is not empty: --resume continues" in errors
+    assert read_metrics(launched[0]) == before
+    _, errors = finish(start_worker(workspace, tmp_path / "run", "data.holdout_fraction=0.5"), code=2)
+    assert "was made with data.holdout_fraction = 0.02, the config says 0.5" in errors
+    assert not (tmp_path / "run").exists()
+
+
 def test_losses_that_are_not_finite_end_the_run(tmp_path):
     write_cache(tmp_path / "cache", RunConfig.load(write_config(tmp_path / "tiny.toml")), head_value=float("nan"))
     run = tmp_path / "run"

@@ -4,11 +4,13 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
+from shards.manifest import Manifest
 from tests.train.caches import CONFIG, write_cache, write_config
 from train.__main__ import main
 from train.config import RunConfig
@@ -20,6 +22,11 @@ WRONG_SETTINGS = {  # override → what the sentence must say
     "train.lr": "section.key=value",
     "train.lr=fast": "train.lr is 'fast'",
     "train.lr=-1.0": "must be positive",
+    "train.lr=nan": "must be positive",
+    "train.clip_norm=inf": "must be positive",
+    "train.seed=9223372036854775808": "0..2^63 − 1",
+    "train.gpus=[-1]": "by number",
+    "train.gpus=[999]": "names GPUs [999]",
     "train.loss=mse": "must be one of",
     "train.betas=[0.9]": "two numbers",
     "train.warmup_fraction=1.5": "[0, 1]",
@@ -134,8 +141,27 @@ def test_a_run_directory_that_is_not_empty_needs_resume(capsys, copied):
 def test_a_run_is_not_continued_with_another_config(capsys, copied, setting):
     from train.rundir import record_config  # what a run that was killed before its first checkpoint leaves
 
-    record_config(copied / "run", RunConfig.load(copied / "tiny.toml"))
+    record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache").identity)
     check_refused(capsys, copied, f"was begun with {setting.partition('=')[0]} = ", setting, "--resume")
+
+
+def test_a_run_is_not_continued_on_a_cache_of_other_data(capsys, copied):
+    from train.rundir import record_config
+
+    identity = replace(Manifest.read(copied / "cache").identity, data="0" * 64)
+    record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), identity)
+    check_refused(capsys, copied, "was begun with identity.data = ", "--resume")
+
+
+def test_a_run_directory_that_is_none_is_refused(capsys, copied):
+    (copied / "run").write_text("a file")
+    check_refused(capsys, copied, "is not a directory that can be written to", "--resume")
+
+
+def test_a_damaged_run_config_is_refused(capsys, copied):
+    (copied / "run").mkdir()
+    (copied / "run/config.json").write_text("{")
+    check_refused(capsys, copied, "config.json cannot be read", "--resume")
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-8b", "qwen3.6-27b"])

@@ -1,0 +1,20 @@
+"""How a training process is set up before it computes: no threads but its own, and the same bits every time."""
+
+import os
+
+import tqdm
+
+
+def quiet_thread_starters() -> None:
+    """Keep inductor and tqdm from starting threads: a trainer has one. To be called before torch is imported."""
+    tqdm.tqdm.monitor_interval = 0
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic matrix products need
+
+
+def compute_on_one_thread_deterministically() -> None:
+    import torch
+
+    torch.autograd.set_multithreading_enabled(False)  # the CUDA backward would run on a thread of its own
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # every buffer is written before it is read
