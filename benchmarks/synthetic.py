@@ -33,7 +33,10 @@ def random_trainer(config: RunConfig, device: torch.device, *, num_steps: int = 
 
 
 def fill_rows(rows: StagedRows, document_lengths: list[list[int]], vocab_size: int, *, seed: int) -> None:
-    """Stage rows of fully supervised documents of these lengths, one list a row; row r is a function of seed + r."""
+    """Stage rows of fully supervised documents of these lengths, one list a row; row r is a function of seed + r.
+
+    Features are normal, encoded as bf16.
+    """
     device = rows.epoch.device
     num_tokens = rows.input_ids_RT.shape[1]
     for row, lengths in enumerate(document_lengths):
@@ -44,8 +47,8 @@ def fill_rows(rows: StagedRows, document_lengths: list[list[int]], vocab_size: i
         rows.position_ids_RT[row] = position_ids_T
         rows.loss_mask_RT[row] = document_ids_T >= 0
         rows.input_ids_RT[row].random_(0, vocab_size, generator=generator)
-        features_KTH = torch.randn(rows.codes_RKTH.shape[1:], generator=generator, device=device)
-        rows.codes_RKTH[row] = features_KTH.bfloat16().view(torch.uint16)
+        features_KTH = torch.randn(rows.codes_RKTC.shape[1:], generator=generator, device=device)
+        rows.codes_RKTC[row] = features_KTH.bfloat16().view(torch.uint16)
 
 
 def lay_out(document_lengths: list[int], num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from extract.encode import encode
 from extract.target import Target
+from shards.codec import CODECS
 from shards.record import Quarantined
-from shards.schema import NO_DOCUMENT, RowArrays
+from shards.schema import FINAL_HIDDEN, NO_DOCUMENT, RowArrays, hidden_name, scales_name
 from shards.writer import ShardRows
 
 SLOT_ARRAYS = ("input_ids", "position_ids", "document_ids", "loss_mask", "source_ids")
@@ -22,46 +24,47 @@ def capture_rows(
     row_ids: Sequence[int],
     rows: Sequence[RowArrays],
     *,
+    codec: str,
     rows_per_batch: int,
     on_rows: Callable[[int], None],
 ) -> ShardRows:
-    """Run `rows`; `on_rows` is told after each batch how many are done."""
+    """Run `rows`, encode with `codec`; `on_rows` is told after each batch how many are done."""
     slots = {name: np.stack([getattr(row, name) for row in rows]) for name in SLOT_ARRAYS}
-    shape_RTH = (*slots["input_ids"].shape, target.hidden_size)
-    codes_RTH = {layer: np.zeros(shape_RTH, np.uint16) for layer in target.captured_layers}
+    stored = _allocate(target, codec, slots["input_ids"].shape)
     quarantined: list[Quarantined] = []
     for start in range(0, len(rows), rows_per_batch):
         batch = range(start, min(start + rows_per_batch, len(rows)))
-        codes, is_finite_LRT = _run(target, slots, (slice(batch.start, batch.stop), slice(None)))
+        encoded, is_finite_LRT = _run(target, codec, slots, (slice(batch.start, batch.stop), slice(None)))
         for i, row in enumerate(batch):
             if is_finite_LRT[:, i].all():
-                for layer in codes_RTH:
-                    codes_RTH[layer][row] = codes[layer][i]
+                for name in stored:
+                    stored[name][row] = encoded[name][i]
             else:
-                quarantined += _capture_documents(target, slots, codes_RTH, row)
+                quarantined += _capture_documents(target, codec, slots, stored, row)
         on_rows(batch.stop)
     return ShardRows(
         row_ids=np.array(row_ids, np.int64),
-        final_hidden=codes_RTH.pop(target.num_layers, None),
-        hidden=codes_RTH,
+        hidden={layer: stored.pop(hidden_name(layer)) for layer in target.captured_layers if layer < target.num_layers},
+        final_hidden=stored.pop(FINAL_HIDDEN, None),
+        scales=stored,  # what is left
         quarantined=tuple(quarantined),
         **slots,
     )
 
 
 def _capture_documents(
-    target: Target, slots: dict[str, np.ndarray], codes_RTH: dict[int, np.ndarray], row: int
+    target: Target, codec: str, slots: dict[str, np.ndarray], stored: dict[str, np.ndarray], row: int
 ) -> list[Quarantined]:
-    """Run each document of `row` alone into `codes_RTH`; take those that are not finite out of `slots`' loss mask."""
+    """Run each document of `row` alone into `stored`; take those that are not finite out of `slots`' loss mask."""
     quarantined = []
     document_ids_T = slots["document_ids"][row]
     for document in np.unique(document_ids_T[document_ids_T != NO_DOCUMENT]):
         own = np.flatnonzero(document_ids_T == document)
         tokens = slice(own[0], own[-1] + 1)
-        codes, is_finite_LRT = _run(target, slots, (slice(row, row + 1), tokens))
+        encoded, is_finite_LRT = _run(target, codec, slots, (slice(row, row + 1), tokens))
         if is_finite_LRT.all():
-            for layer in codes_RTH:
-                codes_RTH[layer][row, tokens] = codes[layer][0]
+            for name in stored:
+                stored[name][row, tokens] = encoded[name][0]
         else:
             slots["loss_mask"][row, tokens] = 0
             layer_idx, _, position = np.argwhere(~is_finite_LRT)[0]
@@ -71,17 +74,37 @@ def _capture_documents(
 
 
 def _run(
-    target: Target, slots: dict[str, np.ndarray], part: tuple[slice, slice]
-) -> tuple[dict[int, np.ndarray], np.ndarray]:
-    """bf16 codes [R, T, H] of a part of the rows by layer, 0 in padding slots; and bool [layers, R, T]: all finite.
+    target: Target, codec: str, slots: dict[str, np.ndarray], part: tuple[slice, slice]
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """What is to be stored of a part of the rows, by array, 0 in padding slots; and bool [layers, R, T]: all finite.
 
-    Encoded on the target's device: half the bytes to copy, and rounding there is what rounding here would be.
+    Encoded on the target's device: half the bytes to copy or less, and the codes there are the codes here.
     """
     names = ("input_ids", "position_ids", "document_ids")
     ids_RT, positions_RT, documents_RT = (torch.from_numpy(slots[n][part]).long().to(target.device) for n in names)
     is_padding_RT1 = (documents_RT == NO_DOCUMENT)[..., None]
     states = target.run(ids_RT, positions_RT, documents_RT)
-    rounded = {layer: states[layer].bfloat16().masked_fill(is_padding_RT1, 0) for layer in target.captured_layers}
-    is_finite_LRT = torch.stack([values_RTH.isfinite().all(-1) for values_RTH in rounded.values()])
-    codes = {layer: values_RTH.view(torch.uint16).cpu().numpy() for layer, values_RTH in rounded.items()}
-    return codes, is_finite_LRT.cpu().numpy()
+    encoded: dict[str, np.ndarray] = {}
+    is_finite = []
+    for layer in target.captured_layers:
+        name = _states_name(target, layer)
+        of_layer = encode(codec, states[layer].masked_fill(is_padding_RT1, 0))
+        encoded[name] = of_layer.codes.cpu().numpy()
+        if of_layer.scales is not None:
+            encoded[scales_name(name)] = of_layer.scales.cpu().numpy()
+        is_finite.append(of_layer.is_finite)
+    return encoded, torch.stack(is_finite).cpu().numpy()
+
+
+def _allocate(target: Target, codec: str, shape_RT: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Zeros for all that is to be stored, by array."""
+    kind, stored = CODECS[codec], {}
+    for name in (_states_name(target, layer) for layer in target.captured_layers):
+        stored[name] = np.zeros((*shape_RT, kind.code_width(target.hidden_size)), kind.code_dtype)
+        if scale_width := kind.scale_width(target.hidden_size):
+            stored[scales_name(name)] = np.zeros((*shape_RT, scale_width), np.uint16)
+    return stored
+
+
+def _states_name(target: Target, layer: int) -> str:
+    return FINAL_HIDDEN if layer == target.num_layers else hidden_name(layer)

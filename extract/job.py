@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from extract.config import ExtractConfig
-from shards.config import CacheConfig, ConfigFile, DataConfig, TargetConfig, check_layers
+from shards.config import CacheConfig, ConfigFile, DataConfig, TargetConfig, check_codec, check_layers
 from shards.manifest import COMPLETE_FILE, Manifest
 from shards.schema import missing_shards
 
@@ -31,6 +31,7 @@ class Job:
             directory=directory or Path("caches") / config.stem,
         )
         check_layers("cache.layers", job.cache.layers, job.target)
+        check_codec(job.cache, job.target)
         return job
 
     def is_complete(self) -> bool:

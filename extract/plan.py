@@ -15,6 +15,7 @@ from typing import Self
 import numpy as np
 
 from extract.tokenise import Document, Tokenised
+from shards.codec import CODECS, bytes_per_token
 from shards.config import CacheConfig, DataConfig, TargetConfig
 from shards.errors import UsageError
 from shards.manifest import Plan
@@ -76,9 +77,10 @@ def make_plan(
 
 
 def rows_per_shard(target: TargetConfig, cache: CacheConfig) -> int:
-    """R: as many rows as cache.shard_bytes holds of hidden states (2 bytes a value), at least one."""
+    """R: as many rows as cache.shard_bytes holds of hidden states, at least one."""
     num_arrays = len(cache.layers) + cache.final_hidden
-    return max(1, cache.shard_bytes // (num_arrays * target.hidden_size * 2 * cache.row_tokens))
+    token_bytes = num_arrays * bytes_per_token(CODECS[cache.codec], target.hidden_size)
+    return max(1, cache.shard_bytes // (token_bytes * cache.row_tokens))
 
 
 def pack(lengths: Sequence[int], row_tokens: int, window: int = WINDOW_DOCUMENTS) -> list[list[int]]:

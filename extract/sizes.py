@@ -4,11 +4,11 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from shards.codec import CODECS, bytes_per_token
 from shards.config import CacheConfig, TargetConfig
 from shards.errors import UsageError
 from shards.manifest import Plan
 
-BYTES_PER_VALUE = {"bf16": 2}
 SLOT_BYTES = 3 * 4 + 2 * 1  # input, position and document id; loss mask and source id
 SHARD_OVERHEAD_BYTES = 1 << 18  # metadata, checksums, indexes, and the last block of each file
 TOKEN_BYTES = 5  # of plan/: id and loss mask; the columns of documents are small beside it
@@ -17,7 +17,7 @@ TOKENIZER_BYTES = 1 << 25
 
 def bytes_per_slot(target: TargetConfig, cache: CacheConfig) -> int:
     num_states = len(cache.layers) + cache.final_hidden
-    return num_states * target.hidden_size * BYTES_PER_VALUE[cache.codec] + SLOT_BYTES
+    return num_states * bytes_per_token(CODECS[cache.codec], target.hidden_size) + SLOT_BYTES
 
 
 def target_bytes(target: TargetConfig) -> int:

@@ -38,6 +38,7 @@ def make_shard(job: Job, manifest: Manifest, plan: PlanArrays, target: Target, s
         target,
         row_ids,
         [plan.row_arrays(row, job.cache.row_tokens) for row in row_ids],
+        codec=job.cache.codec,
         rows_per_batch=job.extract.rows_per_batch,
         on_rows=lambda num_rows: progress.update(shard, num_rows),
     )

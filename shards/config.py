@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
+from shards.codec import CODECS, GROUP_CHANNELS
 from shards.errors import UsageError
 
 SECTIONS = ("target", "data", "cache", "extract", "drafter", "train", "speculate")
@@ -70,7 +71,7 @@ class CacheConfig:
 
     row_tokens: int  # T: token slots of a row
     layers: tuple[int, ...]  # 0-based decoder layers whose outputs are stored
-    codec: Literal["bf16"] = "bf16"
+    codec: Literal["bf16", "int8", "int4"] = "bf16"
     final_hidden: bool = False  # also store the last hidden state, after the final norm
     shard_bytes: int = 1 << 30  # aim for the size of a shard; at least one row
 
@@ -100,6 +101,15 @@ def check_layers(key: str, layers: Sequence[int], target: TargetConfig) -> None:
                 f"{key} has layer {layer}, the target's last: its output is only seen after the final norm, "
                 f"so the highest layer is {target.num_layers - 2}"
             )
+
+
+def check_codec(cache: CacheConfig, target: TargetConfig) -> None:
+    """Raise UsageError unless the target's hidden states can be stored with the codec."""
+    if CODECS[cache.codec].is_rotated and target.hidden_size % GROUP_CHANNELS:
+        raise UsageError(
+            f"target.hidden_size is {target.hidden_size}: cache.codec {cache.codec!r} needs a multiple of "
+            f"{GROUP_CHANNELS}; use 'bf16'"
+        )
 
 
 class ConfigFile:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from shards.config import CacheConfig, DataConfig, TargetConfig, build_section, to_json
+from shards.config import CacheConfig, DataConfig, TargetConfig, build_section, check_codec, to_json
 from shards.durable import json_text
 from shards.errors import CacheError, UsageError
 
@@ -81,6 +81,9 @@ class Manifest:
     plan: Plan
     checksums: dict[str, str]  # file below plan/ or target/, with forward slashes → sha256, hex
     software: dict[str, str]  # recorded, never compared
+
+    def __post_init__(self) -> None:
+        check_codec(self.cache, self.target)
 
     def to_json(self) -> dict[str, Any]:
         fields = json.loads(json.dumps(dataclasses.asdict(self)))

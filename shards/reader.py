@@ -15,6 +15,7 @@ from typing import Self
 import google_crc32c
 import numpy as np
 
+from shards.codec import CODECS
 from shards.errors import CacheError
 from shards.manifest import Manifest, read_json
 from shards.schema import (
@@ -24,6 +25,7 @@ from shards.schema import (
     ArraySpec,
     hidden_name,
     missing_shards,
+    scales_name,
     shard_arrays,
     shard_name,
 )
@@ -39,7 +41,8 @@ class RowBuffers:
     position_ids: np.ndarray  # int32 [T]
     document_ids: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # uint8 [T]
-    codes: np.ndarray  # uint16 [K, T, H]
+    codes: np.ndarray  # [K, T, code width] of the codec's type: for bf16 uint16 [K, T, H]
+    scales: np.ndarray | None = None  # uint16 [K, T, scale width]; not looked at where the codec has no scales
 
 
 class ArrayFile:
@@ -163,6 +166,7 @@ class CacheReader:
         self.cache = cache
         self.max_open_files = max_open_files
         self.manifest = Manifest.read(cache)
+        self._has_scales = CODECS[self.manifest.cache.codec].scale_width(self.manifest.target.hidden_size) > 0
         self._files: OrderedDict[tuple[int, str], ArrayFile] = OrderedDict()
         self._row_id = np.empty((), np.int64)
 
@@ -192,6 +196,9 @@ class CacheReader:
             "loss_mask": out.loss_mask,
             **{hidden_name(layer): codes_TH for layer, codes_TH in zip(layers, out.codes, strict=True)},
         }
+        if self._has_scales:
+            for layer, scales_TG in zip(layers, out.scales, strict=True):
+                destinations[scales_name(hidden_name(layer))] = scales_TG
         try:
             for name, destination in destinations.items():
                 self._array(shard, name).read_row(row_in_shard, destination)

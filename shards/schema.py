@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from shards.codec import CODECS
 from shards.errors import CacheError
 from shards.manifest import Manifest, Plan
 
@@ -133,7 +134,7 @@ class ArraySpec:
 
 
 def group_metadata() -> dict[str, Any]:
-    """The zarr.json of a shard and of the group `hidden` inside it."""
+    """The zarr.json of a shard and of the groups inside it."""
     return {"zarr_format": 3, "node_type": "group", "attributes": {}}
 
 
@@ -141,27 +142,39 @@ def hidden_name(layer: int) -> str:
     return f"hidden/{layer}"
 
 
+def scales_name(states: str) -> str:
+    """The array of the scales that belong to the codes in the array `states`: hidden/9 → scales/9."""
+    return f"scales/{states.rpartition('/')[2]}"
+
+
 def shard_arrays(manifest: Manifest, shard: int) -> dict[str, ArraySpec]:
     """Every array of a shard, by name, in the order in which they are written."""
     cache = manifest.cache
     num_rows = len(manifest.plan.shard_rows(shard))
     shape_RT = (num_rows, cache.row_tokens)
-    shape_RTH = (num_rows, cache.row_tokens, manifest.target.hidden_size)
+    codec = CODECS[cache.codec]
+    scale_width = codec.scale_width(manifest.target.hidden_size)
 
     def slots(name: str, dtype: str) -> ArraySpec:
         return ArraySpec(
             name=name, dtype=np.dtype(dtype), shape=shape_RT, chunk_shape=(1, cache.row_tokens), axes=("row", "token")
         )
 
-    def states(name: str, **attributes: Any) -> ArraySpec:
+    def tokens(name: str, dtype: np.dtype, width: int, **attributes: Any) -> ArraySpec:
         return ArraySpec(
             name=name,
-            dtype=np.dtype("<u2"),
-            shape=shape_RTH,
-            chunk_shape=(1, cache.chunk_tokens, manifest.target.hidden_size),
+            dtype=dtype,
+            shape=(*shape_RT, width),
+            chunk_shape=(1, cache.chunk_tokens, width),
             axes=("row", "token", "hidden"),
-            attributes={"codec": cache.codec, **attributes},
+            attributes=attributes,
         )
+
+    def states(name: str, **attributes: Any) -> list[ArraySpec]:
+        width = codec.code_width(manifest.target.hidden_size)
+        codes = tokens(name, codec.code_dtype, width, codec=codec.name, **attributes)
+        scales = tokens(scales_name(name), np.dtype("<u2"), scale_width, scales_of=name)
+        return [codes, scales] if scale_width else [codes]
 
     arrays = [
         ArraySpec(name=ROW_IDS, dtype=np.dtype("<i8"), shape=(num_rows,), chunk_shape=(1,), axes=("row",)),
@@ -170,10 +183,11 @@ def shard_arrays(manifest: Manifest, shard: int) -> dict[str, ArraySpec]:
         slots("document_ids", "<i4"),
         slots("loss_mask", "u1"),
         slots("source_ids", "u1"),
-        *(states(hidden_name(layer), layer=layer) for layer in cache.layers),
     ]
+    for layer in cache.layers:
+        arrays += states(hidden_name(layer), layer=layer)
     if cache.final_hidden:
-        arrays.append(states(FINAL_HIDDEN, normed=True))  # after the target's final norm
+        arrays += states(FINAL_HIDDEN, normed=True)  # after the target's final norm
     return {array.name: array for array in arrays}
 
 

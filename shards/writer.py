@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import zarr
 
-from shards.codec import decode_bf16
+from shards.codec import CODECS, Codec, Encoded
 from shards.config import CHUNK_TOKENS
 from shards.durable import json_text, sync_directory, sync_tree, temporary_beside, write_json
 from shards.errors import CacheError, RunError, UsageError
@@ -38,6 +38,7 @@ from shards.schema import (
     group_names,
     hidden_name,
     missing_shards,
+    scales_name,
     shard_arrays,
     shard_name,
 )
@@ -53,15 +54,16 @@ class ShardRows:
     document_ids: np.ndarray  # int32 [R, T]
     loss_mask: np.ndarray  # uint8 [R, T]
     source_ids: np.ndarray  # uint8 [R, T]
-    hidden: dict[int, np.ndarray]  # by layer: uint16 [R, T, H]
-    final_hidden: np.ndarray | None = None  # uint16 [R, T, H], when the cache stores it
+    hidden: dict[int, np.ndarray]  # codes by layer: [R, T, code width] of the codec's type
+    final_hidden: np.ndarray | None = None  # codes, when the cache stores it
+    scales: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # by array: uint16 [R, T, scale width]
     quarantined: tuple[Quarantined, ...] = ()
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """By the name under which each is stored."""
         slots = ("row_ids", "input_ids", "position_ids", "document_ids", "loss_mask", "source_ids")
-        return {name: getattr(self, name) for name in slots} | self.states
+        return {name: getattr(self, name) for name in slots} | self.states | self.scales
 
     @property
     def states(self) -> dict[str, np.ndarray]:
@@ -127,7 +129,8 @@ def write_shard(cache: Path, manifest: Manifest, shard: int, rows: ShardRows) ->
             _write_metadata(directory / name, group_metadata())
         for name, values in rows.arrays.items():
             _write_array(directory, arrays[name], values)
-        (directory / SHARD_FILE).write_text(json_text(_record(directory, shard, rows).to_json()), encoding="utf-8")
+        record = _record(directory, shard, rows, CODECS[manifest.cache.codec])
+        (directory / SHARD_FILE).write_text(json_text(record.to_json()), encoding="utf-8")
         sync_tree(directory)
         return _publish(directory, destination)
 
@@ -170,8 +173,8 @@ def _check_rows(rows: ShardRows, arrays: dict[str, ArraySpec], row_ids: range) -
     unmeasured_RT = ~_measured_slots(rows)
     if rows.loss_mask[unmeasured_RT].any():
         raise ValueError("loss_mask is not 0 in every document in quarantine")
-    for name, codes_RTH in rows.states.items():
-        if codes_RTH[unmeasured_RT].any():
+    for name, stored_RTH in (rows.states | rows.scales).items():
+        if stored_RTH[unmeasured_RT].any():
             raise ValueError(f"{name} is not 0 in every padding slot and every document in quarantine")
 
 
@@ -194,24 +197,27 @@ def _write_metadata(directory: Path, metadata: dict[str, Any]) -> None:
     (directory / ZARR_FILE).write_text(json_text(metadata), encoding="utf-8")
 
 
-def _record(directory: Path, shard: int, rows: ShardRows) -> ShardRecord:
+def _record(directory: Path, shard: int, rows: ShardRows, codec: Codec) -> ShardRecord:
     measured_RT = _measured_slots(rows)
     return ShardRecord(
         shard=shard,
         num_measured_tokens=int(np.count_nonzero(measured_RT)),
-        statistics={name: _measure(name, codes_RTH, measured_RT) for name, codes_RTH in rows.states.items()},
+        statistics={name: _measure(name, rows, measured_RT, codec) for name in rows.states},
         quarantined=rows.quarantined,
         files={name: FileRecord.of(directory / name) for name in file_names(directory)},
     )
 
 
-def _measure(name: str, codes_RTH: np.ndarray, measured_RT: np.ndarray) -> Statistics:
+def _measure(name: str, rows: ShardRows, measured_RT: np.ndarray, codec: Codec) -> Statistics:
     """In pieces of one chunk, so that the float64 copies stay small; the order of summation is fixed."""
+    codes_RTH = rows.states[name]
+    scales_RTG = rows.scales.get(scales_name(name))
     num_values, sum_of_squares, max_abs = 0, 0.0, 0.0
-    for codes_TH, measured_T in zip(codes_RTH, measured_RT, strict=True):
-        for start in range(0, len(codes_TH), CHUNK_TOKENS):
-            piece = slice(start, start + CHUNK_TOKENS)
-            values = decode_bf16(codes_TH[piece][measured_T[piece]])
+    for row, measured_T in enumerate(measured_RT):
+        for start in range(0, len(measured_T), CHUNK_TOKENS):
+            tokens = row, start + np.flatnonzero(measured_T[start : start + CHUNK_TOKENS])
+            scales = None if scales_RTG is None else scales_RTG[tokens]
+            values = codec.decode_stored(Encoded(codes_RTH[tokens], scales))
             num_values += values.size
             sum_of_squares += float(np.square(values, dtype=np.float64).sum())
             max_abs = max(max_abs, float(np.abs(values).max(initial=0.0)))

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from shards.codec import CODECS, bytes_per_token
 from shards.manifest import MANIFEST_FILE, Manifest
 from shards.schema import missing_shards
 from train.config import RunConfig, default_target_layer_ids
@@ -85,7 +86,7 @@ def num_parameters(config: RunConfig) -> int:
 
 def feature_bytes(config: RunConfig) -> int:
     """Stored bytes of one token's features."""
-    return 2 * len(config.drafter.target_layer_ids) * config.target.hidden_size
+    return len(config.drafter.target_layer_ids) * bytes_per_token(CODECS[config.cache.codec], config.target.hidden_size)
 
 
 def memory_estimate(config: RunConfig) -> dict[str, int]:
@@ -103,7 +104,7 @@ def memory_estimate(config: RunConfig) -> dict[str, int]:
         "weights": element * parameters if element < 4 else 0,
         "optimizer": 16 * parameters,  # masters, gradients, two moments in fp32
         "target's head": 2 * element * target.vocab_size * target.hidden_size,
-        "features": tokens * feature_bytes(config) * (1 + element // 2),
+        "features": tokens * (feature_bytes(config) + element * len(drafter.target_layer_ids) * target.hidden_size),
         "activations": element * drafter.num_layers * (slots * per_slot + tokens * per_token),
         "logits": 3 * 4 * min(CHUNK_LOGITS, slots * target.vocab_size),
     }

@@ -1,7 +1,7 @@
 """Checkpoints: directories written beside and renamed into place, with `latest` pointing at the newest.
 
 - checkpoints/step-N/model.safetensors, config.json: the drafter, as serving engines load it (bf16)
-- checkpoints/step-N/state/: what an exact continuation needs: masters, moments, counters
+- checkpoints/step-N/state/: what an exact continuation needs: masters, moments, their basis, counters
 
 Everything is unsharded, so a run continues on another number of ranks.
 """
@@ -14,20 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from shards.durable import sync_directory, sync_tree, write_json
 from shards.errors import RunError
 from train.config import RunConfig
+from train.decode import basis
 from train.export import export_drafter
-from train.optimizer import Counters, FlatParameters
 from train.trainer import Trainer
 
 CHECKPOINTS_DIRECTORY = "checkpoints"
 LATEST_LINK = "latest"
 STATE_FILE = "state/state.safetensors"
 COUNTERS_FILE = "state/counters.json"
+BASIS = "basis"  # key of the state file's metadata: of the features that fc's masters and moments are for
 
 
 def save_checkpoint(run: Path, config: RunConfig, trainer: Trainer) -> Path:
@@ -41,8 +42,9 @@ def save_checkpoint(run: Path, config: RunConfig, trainer: Trainer) -> Path:
     beside = checkpoints / f".{directory.name}"
     try:
         (beside / "state").mkdir(parents=True)
-        export_drafter(beside, trainer.drafter, config, trainer.head)
-        save_file({name: tensor.cpu() for name, tensor in trainer.flat.state().items()}, beside / STATE_FILE)
+        export_drafter(beside, trainer.flat.masters_by_name, config, trainer.head)
+        state = {name: tensor.cpu() for name, tensor in trainer.flat.state().items()}
+        save_file(state, beside / STATE_FILE, metadata={BASIS: basis(config.cache.codec)})
         write_json(beside / COUNTERS_FILE, values)
         sync_tree(beside)
         os.rename(beside, directory)
@@ -70,20 +72,28 @@ def read_counters(checkpoint: Path) -> dict[str, Any]:
         raise RunError(f"{checkpoint / COUNTERS_FILE} cannot be read: {error}") from error
 
 
-def load_checkpoint(checkpoint: Path, flat: FlatParameters, counters: Counters) -> None:
+def load_checkpoint(checkpoint: Path, config: RunConfig, trainer: Trainer) -> None:
     """Restore masters, moments and counters in place, and the weights from the masters."""
-    path = checkpoint / STATE_FILE
+    path, flat = checkpoint / STATE_FILE, trainer.flat
     try:
+        with safe_open(path, "pt") as file:
+            found_basis = (file.metadata() or {}).get(BASIS)
         tensors = load_file(path)
     except (OSError, ValueError, SafetensorError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
+    codec = config.cache.codec
+    if found_basis != basis(codec):
+        raise RunError(
+            f"{path} has weights for features in the {found_basis} basis, and the cache's codec, {codec!r}, gives them "
+            f"in the {basis(codec)} one: AdamW's state can't be carried over; begin another run"
+        )
     for name, tensor in flat.state().items():
         if tensors[name].shape != tensor.shape:
             raise RunError(f"{path} has {name} of {tensors[name].numel()} values, this drafter has {tensor.numel()}")
         tensor.copy_(tensors[name])
     flat.refresh_weights()
     values = read_counters(checkpoint)
-    for name, counter in counters._asdict().items():
+    for name, counter in trainer.step.counters._asdict().items():
         counter.copy_(torch.tensor(values[name]))
 
 

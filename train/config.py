@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
-from shards.config import CacheConfig, ConfigFile, DataConfig, TargetConfig, check_layers, require_positive
+from shards.config import (
+    CacheConfig,
+    ConfigFile,
+    DataConfig,
+    TargetConfig,
+    check_codec,
+    check_layers,
+    require_positive,
+)
 from shards.errors import UsageError
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -162,6 +170,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_layers("drafter.target_layer_ids", self.drafter.target_layer_ids, self.target)
         check_layers("cache.layers", self.cache.layers, self.target)
+        check_codec(self.cache, self.target)
         missing = [layer for layer in self.drafter.target_layer_ids if layer not in self.cache.layers]
         if missing:
             raise UsageError(

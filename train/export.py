@@ -8,20 +8,30 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shards.codec import CODECS
 from train.config import RunConfig
-from train.drafter import Drafter
+from train.decode import unrotate_columns
 from train.target_head import TargetHead
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
+FC_WEIGHT = "fc.weight"
 
 
-def export_drafter(directory: Path, drafter: Drafter, config: RunConfig, head: TargetHead) -> None:
-    """Write the drafter's present weights, in bf16, and its config into `directory`, which exists."""
-    tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in drafter.state_dict().items()}
+def export_drafter(directory: Path, masters: dict[str, Tensor], config: RunConfig, head: TargetHead) -> None:
+    """Write the drafter with these fp32 weights, in bf16, and its config into `directory`, which exists."""
+    in_target_basis = to_target_basis(masters, config).items()
+    tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in in_target_basis}
     check_exported(tensors, config)
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     (directory / CONFIG_FILE).write_text(json.dumps(exported_config(config, head), indent=2) + "\n", encoding="utf-8")
+
+
+def to_target_basis(masters: dict[str, Tensor], config: RunConfig) -> dict[str, Tensor]:
+    """The weights for features as the target gives them: fc is un-rotated if the cache's codec rotates."""
+    if not CODECS[config.cache.codec].is_rotated:
+        return masters
+    return masters | {FC_WEIGHT: unrotate_columns(masters[FC_WEIGHT], config.target.hidden_size)}
 
 
 def exported_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
@@ -47,7 +57,7 @@ def exported_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
             layer[f"self_attn.{name}.bias"] = layer[f"self_attn.{name}.weight"][:1]
     shapes = {f"layers.{i}.{name}": shape for i in range(drafter.num_layers) for name, shape in layer.items()}
     return shapes | {
-        "fc.weight": (hidden, len(drafter.target_layer_ids) * hidden),
+        FC_WEIGHT: (hidden, len(drafter.target_layer_ids) * hidden),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }

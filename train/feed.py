@@ -23,19 +23,8 @@ class Feed:
         self.layers = tuple(layers)
         self.staged = staged
         self.device = staged.epoch.device
-        num_rows, num_layers, num_tokens, hidden_size = staged.codes_RKTH.shape
         on_gpu = self.device.type == "cuda"
-        self.slots = [
-            StagedRows.allocate(
-                num_rows=num_rows,
-                num_tokens=num_tokens,
-                num_layers=num_layers,
-                hidden_size=hidden_size,
-                device=torch.device("cpu"),
-                pinned=on_gpu,
-            )
-            for _ in range(NUM_SLOTS)
-        ]
+        self.slots = [staged.allocate_host(pinned=on_gpu) for _ in range(NUM_SLOTS)]
         self.copied = [torch.cuda.Event() for _ in range(NUM_SLOTS)] if on_gpu else []
         self.turn = 0
         self.wait = DeviceWait() if on_gpu else HostWait()

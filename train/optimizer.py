@@ -22,7 +22,7 @@ class FlatParameters:
     """
 
     def __init__(self, module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
-        parameters = list(module.parameters())
+        names, parameters = zip(*module.named_parameters(), strict=True)
         offsets, end = [], 0
         for parameter in parameters:
             offsets.append(end)
@@ -39,7 +39,10 @@ class FlatParameters:
 
         self.parameters = parameters
         self.gradient_views = views(self.gradients)
-        for parameter, master, weight in zip(parameters, views(self.masters), views(self.weights), strict=True):
+        self.masters_by_name = dict(zip(names, views(self.masters), strict=True))
+        for parameter, master, weight in zip(
+            parameters, self.masters_by_name.values(), views(self.weights), strict=True
+        ):
             master.copy_(parameter.detach())
             parameter.data = weight
         self.refresh_weights()

@@ -51,7 +51,7 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
 
     first_step = 0
     if checkpoint is not None:
-        load_checkpoint(checkpoint, trainer.flat, trainer.step.counters)
+        load_checkpoint(checkpoint, config, trainer)
         first_step = int(trainer.step.counters.step)
     log = None
     if ranks.is_first:

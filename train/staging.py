@@ -7,7 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shards.codec import CODECS
 from shards.reader import RowBuffers
+
+CODE_DTYPES = {"uint16": torch.uint16, "int8": torch.int8, "uint8": torch.uint8}  # numpy's names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,17 +23,27 @@ class StagedRows:
     position_ids_RT: Tensor  # int32: position in the document
     document_ids_RT: Tensor  # int32: −1 where there is none
     loss_mask_RT: Tensor  # uint8
-    codes_RKTH: Tensor  # uint16: bits of bf16
+    codes_RKTC: Tensor  # as stored: C codes of the codec's type for the H values of a token
+    scales_RKTG: Tensor  # uint16: bits of bf16; of width 0 for a codec without scales
 
     @classmethod
     def allocate(
-        cls, *, num_rows: int, num_tokens: int, num_layers: int, hidden_size: int, device: torch.device, pinned: bool
+        cls,
+        *,
+        num_rows: int,
+        num_tokens: int,
+        num_layers: int,
+        hidden_size: int,
+        codec: str,
+        device: torch.device,
+        pinned: bool,
     ) -> Self:
         """Rows without documents, which nothing can be learned from."""
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
 
+        kind, tokens = CODECS[codec], (num_rows, num_layers, num_tokens)
         rows = cls(
             row_ids_R=zeros(num_rows, dtype=torch.int64),
             epoch=zeros(dtype=torch.int64),
@@ -38,10 +51,16 @@ class StagedRows:
             position_ids_RT=zeros(num_rows, num_tokens, dtype=torch.int32),
             document_ids_RT=zeros(num_rows, num_tokens, dtype=torch.int32),
             loss_mask_RT=zeros(num_rows, num_tokens, dtype=torch.uint8),
-            codes_RKTH=zeros(num_rows, num_layers, num_tokens, hidden_size, dtype=torch.uint16),
+            codes_RKTC=zeros(*tokens, kind.code_width(hidden_size), dtype=CODE_DTYPES[kind.code_dtype.name]),
+            scales_RKTG=zeros(*tokens, kind.scale_width(hidden_size), dtype=torch.uint16),
         )
         rows.document_ids_RT.fill_(-1)
         return rows
+
+    def allocate_host(self, *, pinned: bool) -> Self:
+        """Rows of the same shapes in the memory of the host."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return type(self)(**{name: torch.zeros_like(t, device="cpu", pin_memory=pinned) for name, t in tensors.items()})
 
     def copy_from(self, other: Self) -> None:
         """Enqueue the copy of all rows on the current stream."""
@@ -59,5 +78,6 @@ class StagedRows:
             position_ids=array(self.position_ids_RT),
             document_ids=array(self.document_ids_RT),
             loss_mask=array(self.loss_mask_RT),
-            codes=array(self.codes_RKTH)[:num_layers],
+            codes=array(self.codes_RKTC)[:num_layers],
+            scales=array(self.scales_RKTG)[:num_layers],
         )

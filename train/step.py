@@ -13,8 +13,9 @@ from torch import Tensor
 from train.anchors import select_anchors
 from train.blocks import accepted_lengths, build_blocks, slot_weights
 from train.config import RunConfig
+from train.decode import decode_features
 from train.drafter import Drafter
-from train.graph import prepare
+from train.graph import compiled, prepare
 from train.head import head_loss
 from train.metrics import Metrics
 from train.optimizer import Counters, FlatParameters, Schedule, adamw_step
@@ -45,6 +46,7 @@ class BlockPass:
         self.drafter = drafter
         self.head = head
         self.rows = rows
+        self.decode = compiled(decode_features) if rows.epoch.is_cuda else decode_features
         self.slot_weights_B = slot_weights(config.drafter.block_size, config.gamma).to(rows.epoch.device)
 
     def __call__(self, *, seed: int, epoch: Tensor | int) -> BlockResult:
@@ -68,10 +70,13 @@ class BlockPass:
             block_size=self.config.drafter.block_size,
             mask_token_id=self.config.target.mask_token_id,
         )
+        features_RTF = self.decode(
+            self.config.cache.codec, rows.codes_RKTC, rows.scales_RKTG, self.drafter.fc.weight.dtype
+        )
         hidden_RNBH = self.drafter(
             self.head.embed(blocks.token_ids_RNB),
             blocks.position_ids_RNB,
-            self.drafter.encode_context(context_features(rows.codes_RKTH, self.drafter), rows.position_ids_RT),
+            self.drafter.encode_context(features_RTF, rows.position_ids_RT),
             blocks.context_start_RN,
             blocks.context_end_RN,
         )
@@ -177,8 +182,3 @@ class HeldoutStep:
     @torch.no_grad()
     def _evaluate(self) -> None:
         self.result = self.block_pass(seed=HELDOUT_SEED, epoch=0)
-
-
-def context_features(codes_RKTH: Tensor, drafter: Drafter) -> Tensor:
-    """Decode stored codes to the features that `fc` reads: [R, T, K·H] in the drafter's dtype."""
-    return codes_RKTH.view(torch.bfloat16).to(drafter.fc.weight.dtype).transpose(1, 2).flatten(2)

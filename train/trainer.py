@@ -24,6 +24,7 @@ class Trainer:
             num_tokens=config.cache.row_tokens,
             num_layers=len(config.drafter.target_layer_ids),
             hidden_size=config.target.hidden_size,
+            codec=config.cache.codec,
             device=device,
             pinned=False,
         )

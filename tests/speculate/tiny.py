@@ -92,7 +92,7 @@ def make_drafter(folder: Path, config: RunConfig, scale: Scale | None = None) ->
     folder.mkdir(parents=True)
     export_drafter(
         folder,
-        drafter,
+        drafter.state_dict(),
         config,
         TargetHead(
             embed_tokens_VH=unused,

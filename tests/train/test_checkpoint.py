@@ -50,7 +50,7 @@ def test_a_checkpoint_restores_every_bit(config, tmp_path):
     assert checkpoint_step(checkpoint) == 7
 
     loaded = new_trainer(config)
-    load_checkpoint(checkpoint, loaded.flat, loaded.step.counters)
+    load_checkpoint(checkpoint, config, loaded)
     for name, tensor in saved.flat.state().items():
         assert torch.equal(loaded.flat.state()[name], tensor), name
     assert [int(c) for c in loaded.step.counters] == [int(c) for c in saved.step.counters]
@@ -63,7 +63,7 @@ def test_fp32_masters_survive_in_full(config, tmp_path):
     saved = new_trainer(config, step=7)
     path = save_checkpoint(tmp_path / "run", config, saved)
     loaded = new_trainer(config)
-    load_checkpoint(path, loaded.flat, loaded.step.counters)
+    load_checkpoint(path, config, loaded)
     assert loaded.flat.masters.dtype == torch.float32
     assert not torch.equal(loaded.flat.masters, loaded.flat.masters.bfloat16().float())
 
@@ -85,7 +85,7 @@ def test_leftovers_of_a_crash_are_no_checkpoint_and_do_no_harm(config, tmp_path)
     assert latest_checkpoint(run) is None
     checkpoint = save_checkpoint(run, config, new_trainer(config, step=8))
     loaded = new_trainer(config)
-    load_checkpoint(checkpoint, loaded.flat, loaded.step.counters)
+    load_checkpoint(checkpoint, config, loaded)
     assert loaded.step.counters.step == 8
 
 
@@ -114,7 +114,7 @@ def test_a_damaged_state_is_refused(config, tmp_path, damage):
         loading = replace(config, drafter=replace(config.drafter, intermediate_size=48))
     trainer = new_trainer(loading)
     with pytest.raises(RunError, match=r"state\.safetensors"):
-        load_checkpoint(checkpoint, trainer.flat, trainer.step.counters)
+        load_checkpoint(checkpoint, loading, trainer)
 
 
 def test_a_full_disk_leaves_the_older_checkpoint(config, tmp_path):

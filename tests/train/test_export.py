@@ -59,7 +59,7 @@ def export(directory: Path, *, head: TargetHead = PLAIN_HEAD, **drafter: object)
     config = replace(BASE, drafter=replace(BASE.drafter, **drafter))
     module = Drafter(config.drafter, 24)
     module.init_weights(0)
-    export_drafter(directory, module, config, head)
+    export_drafter(directory, module.state_dict(), config, head)
     return json.loads((directory / "config.json").read_text()), module
 
 

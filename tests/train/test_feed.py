@@ -35,6 +35,7 @@ def new_feed(reader: CacheReader, *, num_rows: int = 2) -> Feed:
         num_tokens=reader.manifest.cache.row_tokens,
         num_layers=len(LAYERS),
         hidden_size=reader.manifest.target.hidden_size,
+        codec=reader.manifest.cache.codec,
         device=torch.device("cpu"),
         pinned=False,
     )
@@ -52,7 +53,7 @@ def check_row(feed: Feed, cache: Path, index: int, row: int, feature_row: int) -
     for k, layer in enumerate(LAYERS):
         features = torch.from_numpy(random_features(manifest, feature_row, layer)).bfloat16()
         features[documents < 0] = 0
-        assert torch.equal(staged.codes_RKTH[index, k].view(torch.bfloat16), features)
+        assert torch.equal(staged.codes_RKTC[index, k].view(torch.bfloat16), features)
 
 
 def test_every_row_is_staged_as_it_was_written(reader, cache):

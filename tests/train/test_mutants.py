@@ -152,7 +152,7 @@ def score(config: RunConfig, cache: Path, run: Path) -> tuple[float, float]:
         dtype=torch.float32,
     )
     trainer = Trainer(config, head, ranks, num_steps=1)
-    load_checkpoint(latest_checkpoint(run), trainer.flat, trainer.step.counters)
+    load_checkpoint(latest_checkpoint(run), config, trainer)
     with CacheReader(cache) as reader:
         plan = reader.manifest.plan
         feed = Feed(reader, config.drafter.target_layer_ids, trainer.rows)

@@ -72,7 +72,7 @@ def stage(staged: StagedRows, config: RunConfig, rows: list[Row], indices: list[
     staged.row_ids_R.copy_(torch.tensor([ROW_IDS[i] if i >= 0 else -1 for i in indices]))
     for name in ("input_ids", "position_ids", "document_ids", "loss_mask"):
         getattr(staged, f"{name}_RT").copy_(stack(chosen, name))
-    staged.codes_RKTH.copy_(torch.stack([features(config, max(i, 0)) for i in indices]).view(torch.uint16))
+    staged.codes_RKTC.copy_(torch.stack([features(config, max(i, 0)) for i in indices]).view(torch.uint16))
 
 
 def reference_sums(
@@ -198,7 +198,7 @@ def test_a_row_that_is_not_finite_is_a_counted_no_op(config, rows, value):
     trainer = train_steps(config, rows, rows_per_micro_step=2, steps=[[0, 1]])
     before = {name: tensor.clone() for name, tensor in trainer.flat.state().items()}
     stage(trainer.rows, config, rows, [0, 1])
-    trainer.rows.codes_RKTH.view(torch.bfloat16)[1, 0, 3, 5] = value
+    trainer.rows.codes_RKTC.view(torch.bfloat16)[1, 0, 3, 5] = value
     trainer.step.micro_step(0)
     for name, tensor in trainer.flat.state().items():
         assert torch.equal(tensor, before[name]), name
