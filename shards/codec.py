@@ -114,8 +114,9 @@ class Int4:
     def decode_stored(self, encoded: Encoded) -> np.ndarray:
         """float32 [..., H], rotated; exact."""
         packed = encoded.codes
-        nibbles = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1).reshape(*packed.shape[:-1], -1)
-        return _scaled((nibbles ^ np.uint8(8)).astype(np.int8) - np.int8(8), encoded.scales)
+        nibbles = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
+        codes = (nibbles ^ np.uint8(8)).astype(np.int8) - np.int8(8)
+        return _scaled(codes.reshape(*packed.shape[:-1], 2 * packed.shape[-1]), encoded.scales)
 
     def decode(self, encoded: Encoded) -> np.ndarray:
         """float32 [..., H], in the target's basis."""
@@ -210,4 +211,5 @@ def _scales(exact: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _scaled(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     groups = codes.reshape(*scales.shape, GROUP_CHANNELS)
-    return (groups.astype(np.float32) * decode_bf16(scales)[..., None]).reshape(codes.shape)
+    with np.errstate(invalid="ignore"):  # 0 · ∞, of scales that a writer refuses
+        return (groups.astype(np.float32) * decode_bf16(scales)[..., None]).reshape(codes.shape)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shards.codec import CODECS
 from train.anchors import select_anchors
 from train.blocks import accepted_lengths, build_blocks, slot_weights
 from train.config import RunConfig
@@ -46,7 +47,9 @@ class BlockPass:
         self.drafter = drafter
         self.head = head
         self.rows = rows
-        self.decode = compiled(decode_features) if rows.epoch.is_cuda else decode_features
+        # bf16 is one copy as it is; the others would pass through memory once for each operation.
+        fuses = rows.epoch.is_cuda and CODECS[config.cache.codec].is_rotated
+        self.decode = compiled(decode_features) if fuses else decode_features
         self.slot_weights_B = slot_weights(config.drafter.block_size, config.gamma).to(rows.epoch.device)
 
     def __call__(self, *, seed: int, epoch: Tensor | int) -> BlockResult:

@@ -11,7 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-ELEMENT_BYTES = {"int64": 8, "int32": 4, "uint16": 2, "uint8": 1}
+ELEMENT_BYTES = {"int64": 8, "int32": 4, "uint16": 2, "uint8": 1, "int8": 1}
+CODES = {"bf16": ("uint16", 1), "int8": ("int8", 1), "int4": ("uint8", 2)}  # type, values in a code
 
 
 def read_shard(cache: Path, shard: int) -> dict[str, bytes]:
@@ -26,8 +27,9 @@ def read_shard(cache: Path, shard: int) -> dict[str, bytes]:
     for name, expected in record["files"].items():
         assert len(found[name]) == expected["bytes"]
         assert hashlib.sha256(found[name]).hexdigest() == expected["sha256"]
-    group = {"attributes": {}, "node_type": "group", "zarr_format": 3}
-    assert json.loads(found["zarr.json"]) == json.loads(found["hidden/zarr.json"]) == group
+    groups = ["", "hidden/"] + ["scales/"] * (manifest["cache"]["codec"] != "bf16")
+    for name in groups:
+        assert json.loads(found[f"{name}zarr.json"]) == {"attributes": {}, "node_type": "group", "zarr_format": 3}
     return {
         name: read_array(json.loads(found[f"{name}/zarr.json"]), found[f"{name}/c/" + "/".join("0" * len(shape))], *of)
         for name, (shape, *of) in expected_arrays(manifest, shard).items()
@@ -41,16 +43,22 @@ def expected_arrays(
     plan, config, num_hidden = manifest["plan"], manifest["cache"], manifest["target"]["hidden_size"]
     num_rows = min(plan["rows_per_shard"], plan["num_rows"] - shard * plan["rows_per_shard"])
     num_tokens = config["row_tokens"]
-    states = [num_rows, num_tokens, num_hidden], "uint16", [1, min(num_tokens, 512), num_hidden]
+    element, values_per_code = CODES[config["codec"]]
     arrays = {"row_ids": ([num_rows], "int64", [1], {})}
     for name in ("input_ids", "position_ids", "document_ids"):
         arrays[name] = ([num_rows, num_tokens], "int32", [1, num_tokens], {})
     for name in ("loss_mask", "source_ids"):
         arrays[name] = ([num_rows, num_tokens], "uint8", [1, num_tokens], {})
-    for layer in config["layers"]:
-        arrays[f"hidden/{layer}"] = (*states, {"codec": "bf16", "layer": layer})
-    if config["final_hidden"]:
-        arrays["final_hidden"] = (*states, {"codec": "bf16", "normed": True})
+
+    def per_token(element: str, width: int, attributes: dict[str, Any]) -> tuple:
+        return [num_rows, num_tokens, width], element, [1, min(num_tokens, 512), width], attributes
+
+    states = {f"hidden/{layer}": {"layer": layer} for layer in config["layers"]}
+    states |= {"final_hidden": {"normed": True}} if config["final_hidden"] else {}
+    for name, attributes in states.items():
+        arrays[name] = per_token(element, num_hidden // values_per_code, {"codec": config["codec"], **attributes})
+        if config["codec"] != "bf16":
+            arrays[f"scales/{name.split('/')[-1]}"] = per_token("uint16", num_hidden // 64, {"scales_of": name})
     return arrays
 
 
@@ -74,7 +82,7 @@ def read_array(
                 "name": "sharding_indexed",
                 "configuration": {
                     "chunk_shape": chunk,
-                    "codecs": [{"name": "bytes"} if element == "uint8" else order, {"name": "crc32c"}],
+                    "codecs": [{"name": "bytes"} if element in ("uint8", "int8") else order, {"name": "crc32c"}],
                     "index_codecs": [order, {"name": "crc32c"}],
                     "index_location": "end",
                 },

@@ -6,11 +6,19 @@ from pathlib import Path
 
 import numpy as np
 
-from shards.codec import encode_bf16
+from shards.codec import CODECS, Encoded
 from shards.config import CacheConfig, DataConfig, TargetConfig
 from shards.manifest import MANIFEST_FILE, Identity, Manifest, Plan
 from shards.reader import RowBuffers
-from shards.schema import PLAN_DIRECTORY, TARGET_DIRECTORY, PlanArrays, missing_shards
+from shards.schema import (
+    FINAL_HIDDEN,
+    PLAN_DIRECTORY,
+    TARGET_DIRECTORY,
+    PlanArrays,
+    hidden_name,
+    missing_shards,
+    scales_name,
+)
 from shards.writer import ShardRows, mark_complete, new_cache, publish_cache, write_shard
 
 
@@ -22,6 +30,7 @@ class CacheShape:
     hidden_size: int = 64
     layers: tuple[int, ...] = (1, 4, 6)
     final_hidden: bool = False
+    codec: str = "bf16"
     seed: int = 0
 
 
@@ -54,7 +63,9 @@ def make_manifest(shape: CacheShape, plan: PlanArrays) -> Manifest:
             path="models/tiny", hidden_size=shape.hidden_size, num_layers=9, vocab_size=100, mask_token_id=3
         ),
         data=DataConfig(files=("data/tiny.jsonl",)),
-        cache=CacheConfig(row_tokens=shape.row_tokens, layers=shape.layers, final_hidden=shape.final_hidden),
+        cache=CacheConfig(
+            row_tokens=shape.row_tokens, layers=shape.layers, codec=shape.codec, final_hidden=shape.final_hidden
+        ),
         identity=Identity(target="a" * 64, tokenizer="b" * 64, chat_template="c" * 64, data="d" * 64),
         plan=Plan(
             num_rows=shape.num_rows,
@@ -79,15 +90,19 @@ def make_rows(shape: CacheShape, manifest: Manifest, plan: PlanArrays, shard: in
     stacked = {name: np.stack([getattr(row, name) for row in rows]) for name in vars(rows[0])}
     real_RT = stacked["document_ids"] >= 0
 
-    def states(stream: int) -> np.ndarray:
+    def states(stream: int) -> Encoded:
         rng = np.random.default_rng([shape.seed, 1, shard, stream])
         values = rng.normal(scale=1 + stream, size=(*real_RT.shape, shape.hidden_size))
-        return encode_bf16(np.where(real_RT[..., None], values, 0).astype(np.float32))
+        return CODECS[shape.codec].encode(np.where(real_RT[..., None], values, 0).astype(np.float32))
 
+    hidden = {layer: states(layer) for layer in shape.layers}
+    final = {FINAL_HIDDEN: states(99)} if shape.final_hidden else {}
+    by_array = {hidden_name(layer): encoded for layer, encoded in hidden.items()} | final
     return ShardRows(
         row_ids=np.array(manifest.plan.shard_rows(shard), np.int64),
-        hidden={layer: states(layer) for layer in shape.layers},
-        final_hidden=states(99) if shape.final_hidden else None,
+        hidden={layer: encoded.codes for layer, encoded in hidden.items()},
+        final_hidden=final[FINAL_HIDDEN].codes if final else None,
+        scales={scales_name(name): e.scales for name, e in by_array.items() if e.scales is not None},
         **stacked,
     )
 
@@ -123,11 +138,13 @@ def flip_bit(path: Path, bit: int) -> None:
 
 def allocate(manifest: Manifest, num_layers: int) -> RowBuffers:
     """Buffers full of wrong values."""
-    num_tokens = manifest.cache.row_tokens
+    num_tokens, hidden_size = manifest.cache.row_tokens, manifest.target.hidden_size
+    codec = CODECS[manifest.cache.codec]
     return RowBuffers(
         input_ids=np.full(num_tokens, -7, np.int32),
         position_ids=np.full(num_tokens, -7, np.int32),
         document_ids=np.full(num_tokens, -7, np.int32),
         loss_mask=np.full(num_tokens, 7, np.uint8),
-        codes=np.full((num_layers, num_tokens, manifest.target.hidden_size), 7, np.uint16),
+        codes=np.full((num_layers, num_tokens, codec.code_width(hidden_size)), 7, codec.code_dtype),
+        scales=np.full((num_layers, num_tokens, codec.scale_width(hidden_size)), 7, np.uint16),
     )

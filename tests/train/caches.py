@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from shards.codec import encode_bf16
+from shards.codec import CODECS
 from shards.manifest import Identity, Manifest, Plan
-from shards.schema import HEAD_CONFIG_FILE, HEAD_FILE, PLAN_DIRECTORY, PlanArrays
+from shards.schema import HEAD_CONFIG_FILE, HEAD_FILE, PLAN_DIRECTORY, PlanArrays, hidden_name, scales_name
 from shards.writer import ShardRows, mark_complete, new_cache, publish_cache, write_shard
 from train.config import RunConfig
 
@@ -131,11 +131,14 @@ def _shard_rows(manifest: Manifest, arrays: PlanArrays, shard: int) -> ShardRows
     row_ids = manifest.plan.shard_rows(shard)
     rows = [arrays.row_arrays(row, manifest.cache.row_tokens) for row in row_ids]
     slots = {name: np.stack([getattr(row, name) for row in rows]) for name in vars(rows[0])}
-    hidden = {}
+    hidden, scales = {}, {}
     for layer in manifest.cache.layers:
-        values = [random_features(manifest, row, layer) for row in row_ids]
-        hidden[layer] = encode_bf16(np.stack(values)) * (slots["document_ids"] >= 0)[..., None]
-    return ShardRows(row_ids=np.array(row_ids, np.int64), hidden=hidden, **slots)
+        values = np.stack([random_features(manifest, row, layer) for row in row_ids])
+        encoded = CODECS[manifest.cache.codec].encode(np.where(slots["document_ids"][..., None] >= 0, values, 0))
+        hidden[layer] = encoded.codes
+        if encoded.scales is not None:
+            scales[scales_name(hidden_name(layer))] = encoded.scales
+    return ShardRows(row_ids=np.array(row_ids, np.int64), hidden=hidden, scales=scales, **slots)
 
 
 def random_features(manifest: Manifest, row: int, layer: int) -> np.ndarray:

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 
+from shards.codec import unrotate
 from shards.errors import RunError
 from tests.train.caches import write_config
 from train.checkpoint import STATE_FILE, checkpoint_step, latest_checkpoint, load_checkpoint, save_checkpoint
@@ -139,3 +142,35 @@ def test_what_a_killed_save_left_is_removed(config, tmp_path):
     shutil.copytree(older, run / "checkpoints/.step-9")
     newer = save_checkpoint(run, config, new_trainer(config, step=10))
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", newer.name, older.name]
+
+
+@pytest.mark.parametrize(("saved", "loading"), [("bf16", "int8"), ("int4", "bf16")])
+def test_weights_of_another_basis_are_refused(tmp_path, saved, loading):
+    """The run directory refuses another codec before; this holds for whatever else loads a checkpoint."""
+    configs = {
+        codec: RunConfig.load(write_config(tmp_path / "tiny.toml"), ["target.hidden_size=64", f"cache.codec={codec}"])
+        for codec in (saved, loading)
+    }
+    checkpoint = save_checkpoint(tmp_path / "run", configs[saved], new_trainer(configs[saved], step=8))
+    bases = {"bf16": "target", "int8": "rotated", "int4": "rotated"}
+    with safe_open(checkpoint / STATE_FILE, "pt") as file:
+        assert file.metadata() == {"basis": bases[saved]}
+    message = f"the {bases[saved]} basis, and the cache's codec, '{loading}', gives them in the {bases[loading]} one"
+    trainer = new_trainer(configs[loading])
+    before = trainer.flat.masters.clone()
+    with pytest.raises(RunError, match=message):
+        load_checkpoint(checkpoint, configs[loading], trainer)
+    assert torch.equal(trainer.flat.masters, before)
+
+
+def test_the_exported_fc_is_unrotated_from_the_masters(tmp_path):
+    """Not from the bf16 weights, which would be rounded twice."""
+    overrides = ["target.hidden_size=64", "cache.codec=int8", "train.precision=bf16"]
+    config = RunConfig.load(write_config(tmp_path / "tiny.toml"), overrides)
+    trainer = new_trainer(config, step=8)
+    exported = load_file(save_checkpoint(tmp_path / "run", config, trainer) / "model.safetensors")
+    masters = trainer.flat.masters_by_name
+    blocks = masters["fc.weight"].unflatten(1, (2, 64)).numpy()
+    expected = torch.from_numpy(unrotate(blocks)).flatten(1)  # each row w of a block becomes (Rᵀ·wᵀ)ᵀ = w·R
+    assert torch.equal(exported["fc.weight"], expected.bfloat16())
+    assert torch.equal(exported["norm.weight"], masters["norm.weight"].bfloat16())

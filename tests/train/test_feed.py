@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from shards.codec import CODECS
 from shards.reader import CacheReader
 from shards.schema import PlanArrays
 from tests.train.caches import random_features, write_cache, write_config
@@ -90,3 +91,19 @@ def test_the_staged_tensors_stay_where_they_are(reader):
     for row in range(5):
         feed.load([row, row + 1], epoch=row)
     assert before == {name: tensor.data_ptr() for name, tensor in vars(feed.staged).items()}
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_codes_and_scales_are_staged_as_they_are_stored(codec, tmp_path):
+    overrides = [f"cache.codec={codec}", "target.hidden_size=128"]
+    write_cache(tmp_path / "cache", RunConfig.load(write_config(tmp_path / "tiny.toml"), overrides))
+    with CacheReader(tmp_path / "cache") as reader:
+        feed = new_feed(reader)
+        feed.load([2, 5], epoch=0, feature_rows=[5, 2])
+        plan = PlanArrays.read(tmp_path / "cache/plan")
+        for index, row in enumerate((5, 2)):
+            used = plan.row_arrays(row, reader.manifest.cache.row_tokens).document_ids >= 0
+            for k, layer in enumerate(LAYERS):
+                expected = CODECS[codec].encode(random_features(reader.manifest, row, layer) * used[:, None])
+                np.testing.assert_array_equal(feed.staged.codes_RKTC[index, k].numpy(), expected.codes)
+                np.testing.assert_array_equal(feed.staged.scales_RKTG[index, k].numpy(), expected.scales)
