@@ -35,7 +35,7 @@ def random_trainer(config: RunConfig, device: torch.device, *, num_steps: int = 
 def fill_rows(rows: StagedRows, document_lengths: list[list[int]], vocab_size: int, *, seed: int) -> None:
     """Stage rows of fully supervised documents of these lengths, one list a row; row r is a function of seed + r.
 
-    Features are normal, encoded as bf16.
+    Features of a bf16 cache are normal; the codes of the others are uniform, with one scale that makes the rms about 1.
     """
     device = rows.epoch.device
     num_tokens = rows.input_ids_RT.shape[1]
@@ -47,8 +47,15 @@ def fill_rows(rows: StagedRows, document_lengths: list[list[int]], vocab_size: i
         rows.position_ids_RT[row] = position_ids_T
         rows.loss_mask_RT[row] = document_ids_T >= 0
         rows.input_ids_RT[row].random_(0, vocab_size, generator=generator)
-        features_KTH = torch.randn(rows.codes_RKTC.shape[1:], generator=generator, device=device)
-        rows.codes_RKTC[row] = features_KTH.bfloat16().view(torch.uint16)
+        codes_KTC = rows.codes_RKTC[row]
+        if codes_KTC.dtype == torch.uint16:
+            features_KTH = torch.randn(codes_KTC.shape, generator=generator, device=device)
+            codes_KTC.copy_(features_KTH.bfloat16().view(torch.uint16))
+        else:
+            codes = torch.iinfo(codes_KTC.dtype)
+            codes_KTC.random_(codes.min, codes.max + 1, generator=generator)
+            rms = {torch.int8: 2**8 / 12**0.5, torch.uint8: 2**4 / 12**0.5}[codes_KTC.dtype]
+            rows.scales_RKTG[row] = torch.tensor(1 / rms, dtype=torch.bfloat16).view(torch.uint16)
 
 
 def lay_out(document_lengths: list[int], num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from benchmarks.synthetic import fill_rows, random_trainer
 from shards.config import CacheConfig, DataConfig, TargetConfig
 from shards.errors import RunError
 from train.config import DrafterConfig, RunConfig, TrainConfig
+from train.decode import decode_features
 from train.graph import CapturedFunction
 from train.runtime import compute_on_one_thread_deterministically, quiet_thread_starters
 from train.trainer import Trainer
@@ -29,11 +30,11 @@ EXTREME_ROWS = {
 }
 
 
-def small_config(**train: Any) -> RunConfig:
+def small_config(codec: str = "bf16", **train: Any) -> RunConfig:
     return RunConfig(
         target=TargetConfig(path="", hidden_size=256, num_layers=8, vocab_size=VOCAB_SIZE, mask_token_id=1),
         data=DataConfig(files=("none",)),
-        cache=CacheConfig(row_tokens=ROW_TOKENS, layers=(1, 3, 5)),
+        cache=CacheConfig(row_tokens=ROW_TOKENS, layers=(1, 3, 5), codec=codec),
         drafter=DrafterConfig(
             num_layers=3,
             block_size=8,
@@ -71,6 +72,19 @@ def trainer(device: torch.device) -> Trainer:
 def test_replay_equals_eager_to_the_bit(trainer: Trainer) -> None:
     fill_rows(trainer.rows, [EXTREME_ROWS["ordinary"]], VOCAB_SIZE, seed=1)
     check_replay_equals_eager(trainer)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_codes_are_decoded_inside_the_captured_step(codec: str, device: torch.device) -> None:
+    """Fused, to the features that the plain functions give."""
+    trainer = fresh_trainer(small_config(codec), device)
+    fill_rows(trainer.rows, [EXTREME_ROWS["ordinary"]], VOCAB_SIZE, seed=1)
+    check_replay_equals_eager(trainer)
+    stored = trainer.rows.codes_RKTC, trainer.rows.scales_RKTG
+    for dtype in (torch.bfloat16, torch.float32):
+        fused = trainer.step.block_pass.decode(codec, *stored, dtype)
+        on_cpu = decode_features(codec, *(tensor.cpu() for tensor in stored), dtype)
+        assert torch.equal(fused.cpu(), on_cpu)
 
 
 def test_two_runs_are_equal_to_the_bit(device: torch.device) -> None:

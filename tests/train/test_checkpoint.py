@@ -171,6 +171,6 @@ def test_the_exported_fc_is_unrotated_from_the_masters(tmp_path):
     exported = load_file(save_checkpoint(tmp_path / "run", config, trainer) / "model.safetensors")
     masters = trainer.flat.masters_by_name
     blocks = masters["fc.weight"].unflatten(1, (2, 64)).numpy()
-    expected = torch.from_numpy(unrotate(blocks)).flatten(1)  # each row w of a block becomes (Rᵀ·wᵀ)ᵀ = w·R
+    expected = torch.from_numpy(unrotate(blocks)).flatten(1)  # each row w of a block becomes w·R, transposed Rᵀ·wᵀ
     assert torch.equal(exported["fc.weight"], expected.bfloat16())
     assert torch.equal(exported["norm.weight"], masters["norm.weight"].bfloat16())
