@@ -18,28 +18,21 @@ SLOT_ARRAYS = ("input_ids", "position_ids", "document_ids", "loss_mask", "source
 
 
 def capture_rows(
-    target: Target,
-    row_ids: Sequence[int],
-    rows: Sequence[RowArrays],
-    *,
-    rows_per_batch: int,
-    on_rows: Callable[[int], None],
+    target: Target, row_ids: Sequence[int], rows: Sequence[RowArrays], *, on_row: Callable[[int], None]
 ) -> ShardRows:
-    """Run `rows`; `on_rows` is told after each batch how many are done."""
+    """Run `rows` one by one, because a batch's size would show in the last bits; `on_row` is told how many are done."""
     slots = {name: np.stack([getattr(row, name) for row in rows]) for name in SLOT_ARRAYS}
     shape_RTH = (*slots["input_ids"].shape, target.hidden_size)
     codes_RTH = {layer: np.zeros(shape_RTH, np.uint16) for layer in target.captured_layers}
     quarantined: list[Quarantined] = []
-    for start in range(0, len(rows), rows_per_batch):
-        batch = range(start, min(start + rows_per_batch, len(rows)))
-        codes, is_finite_LRT = _run(target, slots, (slice(batch.start, batch.stop), slice(None)))
-        for i, row in enumerate(batch):
-            if is_finite_LRT[:, i].all():
-                for layer in codes_RTH:
-                    codes_RTH[layer][row] = codes[layer][i]
-            else:
-                quarantined += _capture_documents(target, slots, codes_RTH, row)
-        on_rows(batch.stop)
+    for row in range(len(rows)):
+        codes, is_finite_LT = _run(target, slots, row, slice(None))
+        if is_finite_LT.all():
+            for layer in codes_RTH:
+                codes_RTH[layer][row] = codes[layer]
+        else:
+            quarantined += _capture_documents(target, slots, codes_RTH, row)
+        on_row(row + 1)
     return ShardRows(
         row_ids=np.array(row_ids, np.int64),
         final_hidden=codes_RTH.pop(target.num_layers, None),
@@ -58,30 +51,30 @@ def _capture_documents(
     for document in np.unique(document_ids_T[document_ids_T != NO_DOCUMENT]):
         own = np.flatnonzero(document_ids_T == document)
         tokens = slice(own[0], own[-1] + 1)
-        codes, is_finite_LRT = _run(target, slots, (slice(row, row + 1), tokens))
-        if is_finite_LRT.all():
+        codes, is_finite_LT = _run(target, slots, row, tokens)
+        if is_finite_LT.all():
             for layer in codes_RTH:
-                codes_RTH[layer][row, tokens] = codes[layer][0]
+                codes_RTH[layer][row, tokens] = codes[layer]
         else:
             slots["loss_mask"][row, tokens] = 0
-            layer_idx, _, position = np.argwhere(~is_finite_LRT)[0]
+            layer_idx, position = np.argwhere(~is_finite_LT)[0]
             layer = target.captured_layers[layer_idx]
             quarantined.append(Quarantined(document=int(document), layer=layer, position=int(position)))
     return quarantined
 
 
 def _run(
-    target: Target, slots: dict[str, np.ndarray], part: tuple[slice, slice]
+    target: Target, slots: dict[str, np.ndarray], row: int, tokens: slice
 ) -> tuple[dict[int, np.ndarray], np.ndarray]:
-    """bf16 codes [R, T, H] of a part of the rows by layer, 0 in padding slots; and bool [layers, R, T]: all finite.
+    """bf16 codes [T, H] of slots of a row by layer, 0 in padding slots; and bool [layers, T]: all values finite.
 
     Encoded on the target's device: half the bytes to copy, and rounding there is what rounding here would be.
     """
     names = ("input_ids", "position_ids", "document_ids")
-    ids_RT, positions_RT, documents_RT = (torch.from_numpy(slots[n][part]).long().to(target.device) for n in names)
-    is_padding_RT1 = (documents_RT == NO_DOCUMENT)[..., None]
-    states = target.run(ids_RT, positions_RT, documents_RT)
-    rounded = {layer: states[layer].bfloat16().masked_fill(is_padding_RT1, 0) for layer in target.captured_layers}
-    is_finite_LRT = torch.stack([values_RTH.isfinite().all(-1) for values_RTH in rounded.values()])
-    codes = {layer: values_RTH.view(torch.uint16).cpu().numpy() for layer, values_RTH in rounded.items()}
-    return codes, is_finite_LRT.cpu().numpy()
+    ids_T, positions_T, documents_T = (torch.from_numpy(slots[n][row, tokens]).long().to(target.device) for n in names)
+    is_padding_T1 = (documents_T == NO_DOCUMENT)[:, None]
+    states = target.run(ids_T[None], positions_T[None], documents_T[None])
+    rounded = {layer: states[layer][0].bfloat16().masked_fill(is_padding_T1, 0) for layer in target.captured_layers}
+    is_finite_LT = torch.stack([values_TH.isfinite().all(-1) for values_TH in rounded.values()])
+    codes = {layer: values_TH.view(torch.uint16).cpu().numpy() for layer, values_TH in rounded.items()}
+    return codes, is_finite_LT.cpu().numpy()
