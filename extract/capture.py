@@ -20,28 +20,20 @@ SLOT_ARRAYS = ("input_ids", "position_ids", "document_ids", "loss_mask", "source
 
 
 def capture_rows(
-    target: Target,
-    row_ids: Sequence[int],
-    rows: Sequence[RowArrays],
-    *,
-    codec: str,
-    rows_per_batch: int,
-    on_rows: Callable[[int], None],
+    target: Target, row_ids: Sequence[int], rows: Sequence[RowArrays], *, codec: str, on_row: Callable[[int], None]
 ) -> ShardRows:
-    """Run `rows`, encode with `codec`; `on_rows` is told after each batch how many are done."""
+    """Run `rows` one by one, because a batch's size would show in the last bits; `on_row` is told how many are done."""
     slots = {name: np.stack([getattr(row, name) for row in rows]) for name in SLOT_ARRAYS}
     stored = _allocate(target, codec, slots["input_ids"].shape)
     quarantined: list[Quarantined] = []
-    for start in range(0, len(rows), rows_per_batch):
-        batch = range(start, min(start + rows_per_batch, len(rows)))
-        encoded, is_finite_LRT = _run(target, codec, slots, (slice(batch.start, batch.stop), slice(None)))
-        for i, row in enumerate(batch):
-            if is_finite_LRT[:, i].all():
-                for name in stored:
-                    stored[name][row] = encoded[name][i]
-            else:
-                quarantined += _capture_documents(target, codec, slots, stored, row)
-        on_rows(batch.stop)
+    for row in range(len(rows)):
+        encoded, is_finite_LT = _run(target, codec, slots, row, slice(None))
+        if is_finite_LT.all():
+            for name in stored:
+                stored[name][row] = encoded[name]
+        else:
+            quarantined += _capture_documents(target, codec, slots, stored, row)
+        on_row(row + 1)
     return ShardRows(
         row_ids=np.array(row_ids, np.int64),
         hidden={layer: stored.pop(hidden_name(layer)) for layer in target.captured_layers if layer < target.num_layers},
@@ -61,34 +53,34 @@ def _capture_documents(
     for document in np.unique(document_ids_T[document_ids_T != NO_DOCUMENT]):
         own = np.flatnonzero(document_ids_T == document)
         tokens = slice(own[0], own[-1] + 1)
-        encoded, is_finite_LRT = _run(target, codec, slots, (slice(row, row + 1), tokens))
-        if is_finite_LRT.all():
+        encoded, is_finite_LT = _run(target, codec, slots, row, tokens)
+        if is_finite_LT.all():
             for name in stored:
-                stored[name][row, tokens] = encoded[name][0]
+                stored[name][row, tokens] = encoded[name]
         else:
             slots["loss_mask"][row, tokens] = 0
-            layer_idx, _, position = np.argwhere(~is_finite_LRT)[0]
+            layer_idx, position = np.argwhere(~is_finite_LT)[0]
             layer = target.captured_layers[layer_idx]
             quarantined.append(Quarantined(document=int(document), layer=layer, position=int(position)))
     return quarantined
 
 
 def _run(
-    target: Target, codec: str, slots: dict[str, np.ndarray], part: tuple[slice, slice]
+    target: Target, codec: str, slots: dict[str, np.ndarray], row: int, tokens: slice
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """What is to be stored of a part of the rows, by array, 0 in padding slots; and bool [layers, R, T]: all finite.
+    """What is to be stored of slots of a row, by array, 0 in padding; and bool [layers, T]: all values finite.
 
     Encoded on the target's device: half the bytes to copy or less, and the codes there are the codes here.
     """
     names = ("input_ids", "position_ids", "document_ids")
-    ids_RT, positions_RT, documents_RT = (torch.from_numpy(slots[n][part]).long().to(target.device) for n in names)
-    is_padding_RT1 = (documents_RT == NO_DOCUMENT)[..., None]
-    states = target.run(ids_RT, positions_RT, documents_RT)
+    ids_T, positions_T, documents_T = (torch.from_numpy(slots[n][row, tokens]).long().to(target.device) for n in names)
+    is_padding_T1 = (documents_T == NO_DOCUMENT)[:, None]
+    states = target.run(ids_T[None], positions_T[None], documents_T[None])
     encoded: dict[str, np.ndarray] = {}
     is_finite = []
     for layer in target.captured_layers:
         name = _states_name(target, layer)
-        of_layer = encode(codec, states[layer].masked_fill(is_padding_RT1, 0))
+        of_layer = encode(codec, states[layer][0].masked_fill(is_padding_T1, 0))
         encoded[name] = of_layer.codes.cpu().numpy()
         if of_layer.scales is not None:
             encoded[scales_name(name)] = of_layer.scales.cpu().numpy()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from extract.job import Job
-from extract.sizes import bytes_per_slot, cache_bytes, free_bytes, target_bytes
+from extract.sizes import bytes_per_slot, cache_bytes, describe_plan, fill_of, free_bytes, target_bytes
 from shards.manifest import Plan
 
 ASSUMED_FILL = 0.98  # of rows that are not planned yet
@@ -56,24 +56,6 @@ def plan_figures(job: Job, plan: Plan | None, worker_tokens_per_s: float) -> dic
         "supervised_tokens": plan.num_supervised_tokens,
         "total_bytes": cache_bytes(job.target, job.cache, plan),
     }
-
-
-def describe_plan(plan: Plan, row_tokens: int) -> str:
-    """The plan in one sentence, with what was left out of it and why."""
-    parts = [
-        f"{plan.num_documents:,} documents ({plan.num_heldout_documents:,} held out)",
-        f"{plan.num_tokens:,} tokens ({plan.num_supervised_tokens:,} supervised)",
-        f"{plan.num_rows:,} rows {fill_of(plan, row_tokens):.1%} full",
-        f"{plan.num_shards:,} shards",
-    ]
-    if plan.num_truncated:
-        parts.append(f"{plan.num_truncated:,} truncated")
-    parts += [f"{count:,} left out ({reason})" for reason, count in plan.num_left_out.items()]
-    return ", ".join(parts)
-
-
-def fill_of(plan: Plan, row_tokens: int) -> float:
-    return plan.num_tokens / (plan.num_rows * row_tokens)
 
 
 def _plan(job: Job) -> Plan | None:

@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass
 
-from shards.config import require_positive
 from shards.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractConfig:
     gpus: tuple[int, ...] | None = None  # one worker each; default: all visible ones, and without any one on the CPU
-    rows_per_batch: int = 1  # rows that go through the target at once
 
     def __post_init__(self) -> None:
-        require_positive(self, "extract", "rows_per_batch")
         if self.gpus is not None and (not self.gpus or len(set(self.gpus)) < len(self.gpus) or min(self.gpus) < 0):
             raise UsageError(f"extract.gpus is {list(self.gpus)}: name at least one GPU, each once, counted from 0")

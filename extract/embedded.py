@@ -27,7 +27,7 @@ DATA_SHA256 = "c8b4d32ce29c067e646cccf914b964a7c2e6d8f1836ebc92bfb0e5049bc3dca5"
 PROMPTS = Path("data/prompts.jsonl")
 PROMPTS_SHA256 = "d5b4c2885b2544aa5e21cc01c0d8bcad046b3d7b9e54c10a8c3529277a5a7d34"
 MAX_CHAT_CHARACTERS = 3000  # longer ones would be most of the text: this leaves 111 chats of 160, 35 thousand tokens
-NUM_TEXTS = 97  # 16 thousand tokens; 50 thousand in all, which fill 25 rows of 2048 to 98 %
+NUM_TEXTS = 97  # 16 thousand tokens; 50 thousand in all, which fill 50 rows of 1024 to 98 %
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,18 @@ from shards.errors import CacheError, UsageError
 from shards.manifest import Identity
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
-TOKENIZER_FILES = (
+TOKENIZER_FILES = (  # and what else the tokenizer's class names
     "added_tokens.json",
     "merges.txt",
+    "sentencepiece.bpe.model",
     "special_tokens_map.json",
+    "spiece.model",
+    "tekken.json",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "vocab.json",
+    "vocab.txt",
 )
 TEMPLATE_FILE = "chat_template.jinja"
 NAMES = {  # in the order in which they are compared: what is cheap to compute and likely to change first
@@ -32,7 +36,7 @@ NAMES = {  # in the order in which they are compared: what is cheap to compute a
 def compute_identity(folder: Path, tokenizer: PreTrainedTokenizerBase, data_files: Sequence[str]) -> Identity:
     return Identity(
         target=hash_target(folder),
-        tokenizer=hash_tokenizer(folder),
+        tokenizer=hash_tokenizer(folder, tokenizer),
         chat_template=hash_template(tokenizer),
         data=hash_data(data_files),
     )
@@ -57,10 +61,18 @@ def hash_target(folder: Path) -> str:
     return _hash_named((path.name, hash_file(path)) for path in [folder / "config.json", *weights])
 
 
-def hash_tokenizer(folder: Path) -> str:
+def hash_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str:
     """Of the tokenizer's files; a chat template inside one is left out, it has a hash of its own."""
-    present = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    return _hash_named((path.name, _hash_tokenizer_file(path)) for path in present)
+    return _hash_named((path.name, _hash_tokenizer_file(path)) for path in tokenizer_files(folder, tokenizer))
+
+
+def tokenizer_files(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[Path]:
+    """The files of `folder` that `tokenizer` can have come from, sorted; raise UsageError if there are none."""
+    names = sorted({*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()})
+    present = [folder / name for name in names if (folder / name).is_file()]
+    if not present:
+        raise UsageError(f"target.path is {folder}, which has no tokenizer in a file that is known: {', '.join(names)}")
+    return present
 
 
 def hash_template(tokenizer: PreTrainedTokenizerBase) -> str:

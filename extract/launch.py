@@ -1,5 +1,7 @@
 """Workers through torch's elastic launcher: one for each GPU, or one on the CPU of a machine without."""
 
+import ctypes
+import logging
 import os
 import signal
 import sys
@@ -16,17 +18,28 @@ from extract.job import Job
 from extract.worker import work
 from shards.errors import RunError, UsageError
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
 
 def find_gpus(config: ExtractConfig) -> list[str]:
-    """The GPUs to work on, as CUDA_VISIBLE_DEVICES names them; [] on a machine without. Does not initialise CUDA."""
+    """The GPUs to work on, as CUDA_VISIBLE_DEVICES names them: extract.gpus, else all that are visible; [] without any.
+
+    Does not initialise CUDA. Raises UsageError when extract.gpus names some that this machine does not show.
+    """
     num_visible = torch.cuda.device_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = named.split(",")[:num_visible] if named else [str(gpu) for gpu in range(num_visible)]
-    if not visible or config.gpus is None:
+    if config.gpus is None:
         return visible
     if absent := [gpu for gpu in config.gpus if gpu >= num_visible]:
-        raise UsageError(f"extract.gpus names GPUs {absent}: this machine shows {num_visible}, 0..{num_visible - 1}")
+        shown = f"{num_visible}, 0..{num_visible - 1}" if num_visible else "none"
+        raise UsageError(f"extract.gpus names GPUs {absent}: this machine shows {shown}")
     return [visible[gpu] for gpu in config.gpus]
+
+
+def stop_with_launcher() -> None:
+    """Have the kernel send SIGTERM when `torchrun` dies, however it does. For workers of `launch` torch does such."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def launch(job: Job, missing: Sequence[int], gpus: Sequence[str]) -> None:
@@ -40,6 +53,8 @@ def launch(job: Job, missing: Sequence[int], gpus: Sequence[str]) -> None:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
     )
+    # It would log a traceback of its own for every failure; what is to be said about one is said below.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
         elastic_launch(config, _worker)(job, missing, gpus)
     except SignalException:

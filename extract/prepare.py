@@ -11,7 +11,7 @@ from pathlib import Path
 
 from extract.data import read_records
 from extract.head import Head, read_head
-from extract.identity import TEMPLATE_FILE, TOKENIZER_FILES, check_identity, compute_identity
+from extract.identity import TEMPLATE_FILE, check_identity, compute_identity, tokenizer_files
 from extract.job import Job
 from extract.plan import make_plan
 from extract.sizes import cache_bytes, require_room, shards_bytes
@@ -19,20 +19,21 @@ from extract.target import Architecture, check_mask_token, read_architecture
 from extract.tokenise import Encoder, Limits, tokenise
 from shards.manifest import MANIFEST_FILE, Identity, Manifest, Plan
 from shards.schema import PLAN_DIRECTORY, TARGET_DIRECTORY, PlanArrays, missing_shards
-from shards.writer import new_cache, publish_cache
+from shards.writer import check_vacant, new_cache, publish_cache
 
-COPIED_FILES = ("config.json", "generation_config.json", TEMPLATE_FILE, *TOKENIZER_FILES)
+COPIED_FILES = ("config.json", "generation_config.json", TEMPLATE_FILE)  # and the tokenizer's
 SOFTWARE = ("torch", "transformers", "tokenizers", "numpy", "zarr", "numcodecs")
 
 
 def prepare(job: Job) -> Manifest:
     """Begin the cache, or make sure that the one that was begun is of this target, this data and this configuration."""
+    is_begun = (job.directory / MANIFEST_FILE).exists()
+    if not is_begun:
+        check_vacant(job.directory)
     architecture = read_architecture(job.target, job.cache)
     encoder = Encoder.load(architecture.folder)
     check_mask_token(job.target, encoder)
-    if (job.directory / MANIFEST_FILE).exists():
-        return _resume(job, encoder)
-    return _begin(job, architecture, encoder)
+    return _resume(job, encoder) if is_begun else _begin(job, architecture, encoder)
 
 
 def plan_rows(job: Job, encoder: Encoder) -> tuple[Plan, PlanArrays]:
@@ -73,7 +74,7 @@ def _begin(job: Job, architecture: Architecture, encoder: Encoder) -> Manifest:
     head = read_head(architecture)
     with new_cache(job.directory) as staging:
         arrays.write(staging / PLAN_DIRECTORY)
-        _write_target(architecture.folder, head, staging)
+        _write_target(architecture.folder, head, encoder, staging)
         return publish_cache(job.directory, staging, manifest)
 
 
@@ -82,8 +83,8 @@ def _identity(job: Job, encoder: Encoder) -> Identity:
     return compute_identity(Path(job.target.path), encoder.tokenizer, job.data.files)
 
 
-def _write_target(folder: Path, head: Head, staging: Path) -> None:
+def _write_target(folder: Path, head: Head, encoder: Encoder, staging: Path) -> None:
     head.write(staging)
-    for name in COPIED_FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, staging / TARGET_DIRECTORY / name)
+    for path in [*(folder / name for name in COPIED_FILES), *tokenizer_files(folder, encoder.tokenizer)]:
+        if path.is_file():
+            shutil.copyfile(path, staging / TARGET_DIRECTORY / path.name)

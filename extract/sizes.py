@@ -1,4 +1,4 @@
-"""What a cache will weigh, and whether the disk has room for it, before anything is loaded or written."""
+"""How large a plan is, what its cache will weigh, and whether the disk has room, before anything is loaded."""
 
 import shutil
 from collections.abc import Iterable
@@ -13,6 +13,24 @@ SLOT_BYTES = 3 * 4 + 2 * 1  # input, position and document id; loss mask and sou
 SHARD_OVERHEAD_BYTES = 1 << 18  # metadata, checksums, indexes, and the last block of each file
 TOKEN_BYTES = 5  # of plan/: id and loss mask; the columns of documents are small beside it
 TOKENIZER_BYTES = 1 << 25
+
+
+def describe_plan(plan: Plan, row_tokens: int) -> str:
+    """The plan in one sentence, with what was left out of it and why."""
+    parts = [
+        f"{plan.num_documents:,} documents ({plan.num_heldout_documents:,} held out)",
+        f"{plan.num_tokens:,} tokens ({plan.num_supervised_tokens:,} supervised)",
+        f"{plan.num_rows:,} rows {fill_of(plan, row_tokens):.1%} full",
+        f"{plan.num_shards:,} shards",
+    ]
+    if plan.num_truncated:
+        parts.append(f"{plan.num_truncated:,} truncated")
+    parts += [f"{count:,} left out ({reason})" for reason, count in plan.num_left_out.items()]
+    return ", ".join(parts)
+
+
+def fill_of(plan: Plan, row_tokens: int) -> float:
+    return plan.num_tokens / (plan.num_rows * row_tokens)
 
 
 def bytes_per_slot(target: TargetConfig, cache: CacheConfig) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
@@ -31,12 +30,12 @@ transformers.utils.logging.disable_progress_bar()
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What a checkpoint's config.json says, found to be something that packed rows can be run through."""
+    """What a checkpoint's config.json says."""
 
     folder: Path
-    dtype: torch.dtype
+    dtype: torch.dtype  # the target runs in this
     config: PreTrainedConfig
-    model_class: type[PreTrainedModel]
+    skeleton: PreTrainedModel  # without weights
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -50,23 +49,30 @@ class Architecture:
         return list(named or [kind] * self.text_config.num_hidden_layers)
 
 
-def read_architecture(target: TargetConfig, cache: CacheConfig) -> Architecture:
-    """Read the config.json of `target.path`; raise UsageError if its sizes or kind are not what we can extract from."""
-    folder = Path(target.path)
+def load_architecture(folder: Path, dtype: torch.dtype | None) -> Architecture:
+    """Read the config.json of `folder`; raise UsageError if transformers can't run what it describes.
+
+    Without `dtype` it is the checkpoint's own, or bfloat16.
+    """
     if not (folder / "config.json").is_file():
-        raise UsageError(f"target.path is {folder}, which has no config.json: name a folder in transformers' layout")
+        raise UsageError(f"the target {folder} has no config.json: name a folder in transformers' layout")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
-        reason = first_line(error.__cause__ or error)
+            skeleton = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # a malformed config fails anywhere in the library, with anything
+        cause = error.__cause__ or error
+        reason = f"{type(cause).__name__}: {first_line(cause)}"
         raise UsageError(f"{folder}/config.json describes no target that can be run: {reason}") from None
-    architecture = Architecture(
-        folder=folder, dtype=getattr(torch, target.dtype), config=config, model_class=type(model)
-    )
+    dtype = dtype or config.get_text_config().dtype or torch.bfloat16
+    return Architecture(folder=folder, dtype=dtype, config=config, skeleton=skeleton)
+
+
+def read_architecture(target: TargetConfig, cache: CacheConfig) -> Architecture:
+    """That of `target.path`; raise UsageError if its sizes or kind are not what we can extract from."""
+    architecture = load_architecture(Path(target.path), getattr(torch, target.dtype))
     _check_sizes(target, architecture.text_config)
-    _check_kind(architecture, model, cache)
+    _check_kind(architecture, cache)
     return architecture
 
 
@@ -86,7 +92,7 @@ def check_mask_token(target: TargetConfig, encoder: Encoder) -> None:
 def load_model(architecture: Architecture, num_layers: int, device: torch.device) -> PreTrainedModel:
     """Load the target with its first `num_layers` decoder layers only; the other weights are not read."""
 
-    class FirstLayers(architecture.model_class):  # type: ignore[name-defined, misc]
+    class FirstLayers(type(architecture.skeleton)):  # type: ignore[name-defined, misc]
         def __init__(self, config: PreTrainedConfig) -> None:
             super().__init__(config)
             del self.get_decoder().layers[num_layers:]
@@ -175,9 +181,9 @@ def _check_sizes(target: TargetConfig, config: PreTrainedConfig) -> None:
             raise UsageError(f"target.{key} is {getattr(target, key)}, but {target.path}/config.json says {value}")
 
 
-def _check_kind(architecture: Architecture, model: PreTrainedModel, cache: CacheConfig) -> None:
-    """Raise UsageError for targets whose packed rows would come out wrong. `model` has no weights."""
-    config, name = architecture.text_config, f"the target in {architecture.folder}"
+def _check_kind(architecture: Architecture, cache: CacheConfig) -> None:
+    """Raise UsageError for targets whose packed rows would come out wrong."""
+    model, config, name = architecture.skeleton, architecture.text_config, f"the target in {architecture.folder}"
     kinds = set(architecture.layer_types) - ATTENTION_KINDS
     if model._is_stateful or kinds:
         what = f"layers of the kind {', '.join(sorted(kinds))}" if kinds else "a recurrent state"

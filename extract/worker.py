@@ -9,9 +9,10 @@ from extract.capture import capture_rows
 from extract.job import Job
 from extract.progress import Progress
 from extract.target import Target, read_architecture
+from shards.errors import UsageError
 from shards.manifest import Manifest
 from shards.schema import PLAN_DIRECTORY, PlanArrays
-from shards.writer import mark_complete, write_shard
+from shards.writer import write_shard
 
 
 def work(job: Job, missing: Sequence[int], gpus: Sequence[str]) -> None:
@@ -28,7 +29,6 @@ def work(job: Job, missing: Sequence[int], gpus: Sequence[str]) -> None:
         with Progress(job.directory, manifest, plan, is_shown=rank == 0) as progress:
             for shard in shards:
                 make_shard(job, manifest, plan, target, shard, progress)
-    mark_complete(job.directory, manifest)
 
 
 def make_shard(job: Job, manifest: Manifest, plan: PlanArrays, target: Target, shard: int, progress: Progress) -> None:
@@ -39,8 +39,7 @@ def make_shard(job: Job, manifest: Manifest, plan: PlanArrays, target: Target, s
         row_ids,
         [plan.row_arrays(row, job.cache.row_tokens) for row in row_ids],
         codec=job.cache.codec,
-        rows_per_batch=job.extract.rows_per_batch,
-        on_rows=lambda num_rows: progress.update(shard, num_rows),
+        on_row=lambda num_rows: progress.update(shard, num_rows),
     )
     write_shard(job.directory, manifest, shard, rows)
     progress.update(shard, len(row_ids))
@@ -50,5 +49,8 @@ def _claim_device(gpus: Sequence[str]) -> torch.device:
     """Let this process see its own GPU only; to be called before anything initialises CUDA."""
     if not gpus:
         return torch.device("cpu")
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"])]
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if local_rank >= len(gpus):
+        raise UsageError(f"there are more workers than GPUs: local rank {local_rank}, GPUs {', '.join(gpus)}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local_rank]
     return torch.device("cuda", 0)

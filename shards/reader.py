@@ -24,7 +24,6 @@ from shards.schema import (
     ZARR_FILE,
     ArraySpec,
     hidden_name,
-    missing_shards,
     scales_name,
     shard_arrays,
     shard_name,
@@ -169,16 +168,6 @@ class CacheReader:
         self._has_scales = CODECS[self.manifest.cache.codec].scale_width(self.manifest.target.hidden_size) > 0
         self._files: OrderedDict[tuple[int, str], ArrayFile] = OrderedDict()
         self._row_id = np.empty((), np.int64)
-
-    def check_complete(self) -> None:
-        """Raise CacheError unless every shard of the plan is there."""
-        missing = missing_shards(self.cache, self.manifest)
-        if missing:
-            names = ", ".join(map(shard_name, missing[:3])) + (" …" if len(missing) > 3 else "")
-            raise CacheError(
-                f"{self.cache} lacks {len(missing)} of its {self.manifest.plan.num_shards} shards ({names}): "
-                "run `make extract` with the same config, it makes what is missing"
-            )
 
     def read_row(self, row: int, layers: Sequence[int], out: RowBuffers) -> None:
         """Fill `out` with `row`; raise CacheError if any of it is not as it was written."""

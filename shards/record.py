@@ -14,7 +14,7 @@ from typing import Any, Self
 from shards.config import build_section
 from shards.errors import CacheError, UsageError
 from shards.manifest import SEAL, Manifest, check_seal, read_json, sealed
-from shards.schema import SHARD_FILE, shard_arrays, shard_files, shard_name
+from shards.schema import SHARD_FILE, published_shards, shard_arrays, shard_files, shard_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +82,8 @@ class ShardRecord:
             if found[key] != expected[key]:
                 raise CacheError(f"{where} is of {key} {found[key]}, expected {expected[key]}")
         return record
+
+
+def count_quarantined(cache: Path, manifest: Manifest) -> int:
+    """The documents in quarantine of all published shards."""
+    return sum(len(ShardRecord.read(cache, manifest, i).quarantined) for i in published_shards(cache, manifest))

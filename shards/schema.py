@@ -18,6 +18,8 @@ from shards.codec import CODECS
 from shards.errors import CacheError
 from shards.manifest import Manifest, Plan
 
+LOST_AND_FOUND = "lost+found"  # of the file system, where a cache is the root of a disk
+
 TARGET_DIRECTORY = "target"
 HEAD_FILE = "target/head.safetensors"  # embed_tokens [V, H] and, unless tied, lm_head [V, H]; the target's dtype
 HEAD_CONFIG_FILE = "target/head.json"  # input_embedding_scale, output_multiplier, final_logit_softcapping, tied

@@ -1,8 +1,8 @@
 """What a cache holds, in figures: `python -m shards stats`.
 
 From the manifest, the plan's columns and each shard's shard.json only, so it takes no longer on a cache of terabytes.
-Figures of the plan (rows, documents, tokens, sources) are of the whole plan; bytes and layers are of the shards that
-are published.
+Figures of the plan (rows, documents, tokens, sources) are of the whole plan; bytes, layers and documents in quarantine
+are of the shards that are published.
 """
 
 import math
@@ -43,6 +43,7 @@ def cache_statistics(cache: Path) -> dict[str, Any]:
         "rows": sizes.num_rows,
         "row_tokens": manifest.cache.row_tokens,
         "documents": sizes.num_documents,
+        "quarantined_documents": sum(len(record.quarantined) for record in records),
         "tokens": sizes.num_tokens,
         "supervised_tokens": sizes.num_supervised_tokens,
         "fill": _ratio(sizes.num_tokens, sizes.num_rows * manifest.cache.row_tokens),
@@ -59,12 +60,13 @@ def cache_statistics(cache: Path) -> dict[str, Any]:
 def format_statistics(statistics: dict[str, Any], num_planned_shards: int) -> str:
     """The same figures as a table for people."""
     s = statistics
+    quarantined = f", {s['quarantined_documents']:,} in quarantine" if s["quarantined_documents"] else ""
     lines = [
         ("target", f"{s['target']}, hidden size {s['hidden_size']:,}"),
         ("codec", s["codec"]),
         ("shards", f"{s['shards']:,} of {num_planned_shards:,}"),
         ("rows", f"{s['rows']:,} of {s['row_tokens']:,} tokens, {s['fill']:.2%} full"),
-        ("documents", f"{s['documents']:,}"),
+        ("documents", f"{s['documents']:,}{quarantined}"),
         ("tokens", f"{s['tokens']:,}, {s['supervised_tokens']:,} supervised"),
         *((f"  {source}", f"{tokens:,}") for source, tokens in s["sources"].items()),
         ("bytes", f"{s['bytes']:,}, {s['bytes_per_slot']:,.1f} a slot, {s['bytes_per_token']:,.1f} a token"),

@@ -19,6 +19,7 @@ from shards.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest, read_json
 from shards.reader import ArrayFile
 from shards.record import FileRecord, ShardRecord
 from shards.schema import (
+    LOST_AND_FOUND,
     PLAN_DIRECTORY,
     ROW_IDS,
     SHARD_FILE,
@@ -52,7 +53,7 @@ def count_files(manifest: Manifest) -> int:
 
 def verify(cache: Path, manifest: Manifest) -> Iterator[Part]:
     """Look at every part of `cache`, whose manifest was read. The shards are left out if the plan contradicts it."""
-    yield Part()  # the manifest
+    yield Part(faults=tuple(_strays(cache, manifest)))  # the manifest
     frozen = list(_verify_frozen(cache, manifest))
     yield from frozen
     if not any(part.faults for part in frozen):
@@ -67,13 +68,22 @@ def verify(cache: Path, manifest: Manifest) -> Iterator[Part]:
         yield Part(faults=_faults(_check_json, cache, COMPLETE_FILE, content))
 
 
+def _strays(cache: Path, manifest: Manifest) -> Iterator[str]:
+    """What lies at the top of the cache and belongs to nothing. Hidden names are unfinished work."""
+    known = {MANIFEST_FILE, COMPLETE_FILE, PLAN_DIRECTORY, TARGET_DIRECTORY, LOST_AND_FOUND}
+    known |= {shard_name(shard) for shard in range(manifest.plan.num_shards)}
+    for name in sorted(path.name for path in cache.iterdir()):
+        if name not in known and not name.startswith("."):
+            yield f"{name!r} is no part of this cache, whose plan has {manifest.plan.num_shards} shards"
+
+
 def _verify_frozen(cache: Path, manifest: Manifest) -> Iterator[Part]:
     """plan/ and target/, whose checksums the manifest holds."""
     for name, sha256 in manifest.checksums.items():
         yield Part(faults=_faults(_check_file, cache, name, sha256))
     found = {f"{top}/{name}" for top in (PLAN_DIRECTORY, TARGET_DIRECTORY) for name in file_names(cache / top)}
     extra = sorted(found - manifest.checksums.keys())
-    yield Part(num_files=0, faults=tuple(f"{name}: the manifest has no such file" for name in extra))
+    yield Part(num_files=0, faults=tuple(f"{name!r}: the manifest has no such file" for name in extra))
 
 
 def _verify_shard(cache: Path, manifest: Manifest, shard: int) -> Iterator[Part]:
@@ -91,7 +101,8 @@ def _verify_shard(cache: Path, manifest: Manifest, shard: int) -> Iterator[Part]
     recorded = {f"{directory}/{name}": record for name, record in files.items()}
 
     extra = sorted(set(file_names(cache / directory)) - shard_files(arrays) - {SHARD_FILE})
-    yield Part(num_files=0, faults=tuple(f"{directory}/{name}: a shard has no such file" for name in extra))
+    named = (f"{directory}/{name}" for name in extra)
+    yield Part(num_files=0, faults=tuple(f"{name!r}: a shard has no such file" for name in named))
     for group in group_names(arrays):
         name = os.path.join(directory, group, ZARR_FILE)
         faults = _faults(_check_json, cache, name, group_metadata())

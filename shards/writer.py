@@ -27,6 +27,7 @@ from shards.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest
 from shards.record import FileRecord, Quarantined, ShardRecord, Statistics
 from shards.schema import (
     FINAL_HIDDEN,
+    LOST_AND_FOUND,
     NO_DOCUMENT,
     PLAN_DIRECTORY,
     SHARD_FILE,
@@ -72,6 +73,21 @@ class ShardRows:
         return {hidden_name(layer): codes for layer, codes in self.hidden.items()} | final
 
 
+def check_vacant(cache: Path) -> None:
+    """Raise UsageError when `cache` is or holds something that is no cache, CacheError when it holds one already."""
+    try:
+        found = {path.name for path in cache.iterdir() if not path.name.startswith(".")} - {LOST_AND_FOUND}
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"{cache} cannot be used: {error.strerror}") from None
+    if MANIFEST_FILE in found:
+        raise CacheError(f"{cache} holds a cache already")
+    # plan/ is renamed into place before target/, so a target/ alone is somebody else's.
+    if found and (PLAN_DIRECTORY not in found or found - {PLAN_DIRECTORY, TARGET_DIRECTORY}):
+        raise UsageError(f"{cache} is not empty and holds no cache ({min(found)}, …): name another directory")
+
+
 @contextlib.contextmanager
 def new_cache(cache: Path) -> Iterator[Path]:
     """Yield a hidden directory with empty plan/ and target/ to write into; call `publish_cache` before leaving it.
@@ -81,9 +97,9 @@ def new_cache(cache: Path) -> Iterator[Path]:
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        _check_vacant(cache)
     except OSError as error:
         raise UsageError(f"{cache} cannot be used: {error.strerror}") from None
+    check_vacant(cache)
     try:
         with _staging(cache / "cache") as directory:
             (directory / PLAN_DIRECTORY).mkdir()
@@ -103,8 +119,8 @@ def publish_cache(cache: Path, staging: Path, manifest: Manifest) -> Manifest:
     manifest = dataclasses.replace(manifest, checksums=checksums)
     write_json(staging / MANIFEST_FILE, manifest.to_json())
     sync_tree(staging)
-    _check_vacant(cache)  # again: much time may have passed
-    for name in (TARGET_DIRECTORY, PLAN_DIRECTORY):  # left by a crash; this order keeps `_check_vacant` right
+    check_vacant(cache)  # again: much time may have passed
+    for name in (TARGET_DIRECTORY, PLAN_DIRECTORY):  # left by a crash; this order keeps `check_vacant` right
         if (cache / name).exists():
             shutil.rmtree(cache / name)
     for name in (PLAN_DIRECTORY, TARGET_DIRECTORY, MANIFEST_FILE):
@@ -144,15 +160,6 @@ def mark_complete(cache: Path, manifest: Manifest) -> bool:
         os.rename(directory / COMPLETE_FILE, cache / COMPLETE_FILE)
         sync_directory(cache)
     return True
-
-
-def _check_vacant(cache: Path) -> None:
-    if (cache / MANIFEST_FILE).exists():
-        raise CacheError(f"{cache} holds a cache already")
-    found = {path.name for path in cache.iterdir() if not path.name.startswith(".")} - {"lost+found"}
-    # plan/ is renamed into place before target/, so a target/ alone is somebody else's.
-    if found and (PLAN_DIRECTORY not in found or found - {PLAN_DIRECTORY, TARGET_DIRECTORY}):
-        raise UsageError(f"{cache} is not empty and holds no cache ({min(found)}, …): name another directory")
 
 
 def _check_rows(rows: ShardRows, arrays: dict[str, ArraySpec], row_ids: range) -> None:

@@ -41,12 +41,15 @@ class Decoded:
     rounds: list[Round]  # the first token of an answer comes from the prompt's pass, which is no round
 
 
-def decode_plainly(target: LiveTarget, prompt_ids: list[int], max_new_tokens: int) -> list[int]:
-    """The target's own greedy answer, one token at a time."""
+def decode_plainly(
+    target: LiveTarget, prompt_ids: list[int], max_new_tokens: int, begun: Sequence[int] = ()
+) -> list[int]:
+    """The target's own greedy answer, one token at a time; or how it goes on with one that has `begun`."""
     sequence = TargetSequence(target)
-    token_ids, _ = sequence.run(prompt_ids, num_choices=1)
-    while not _has_ended(token_ids, target, max_new_tokens):
-        token_ids += sequence.run(token_ids[-1:], num_choices=1)[0]
+    token_ids, new = [*begun], [*prompt_ids, *begun]
+    while not (token_ids and _has_ended(token_ids, target, max_new_tokens)):
+        new, _ = sequence.run(new, num_choices=1)
+        token_ids += new
     return token_ids
 
 

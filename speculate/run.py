@@ -1,6 +1,7 @@
 """Measure one drafter on one target: every prompt decoded plainly and speculatively, compared, and counted."""
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,13 +43,13 @@ def run(job: Job) -> None:
     target = LiveTarget.load(architecture, checkpoint, device)
     head = target.head(checkpoint)
 
-    answers, first_difference = [], None
+    answers, differences = [], []
     for i, prompt in enumerate(tqdm(prompts, unit="prompt", dynamic_ncols=True, disable=not sys.stderr.isatty())):
         own_ids = decode_plainly(target, prompt.token_ids, job.speculate.max_new_tokens)
         block_drafter = BlockDrafter(drafter, head, checkpoint.mask_token_id)
         answer = decode_speculatively(target, block_drafter, prompt.token_ids, job.speculate.max_new_tokens)
         answers.append(answer)
-        first_difference = first_difference or find_difference(target, i, prompt, own_ids, answer)
+        differences += find_differences(target, i, prompt, own_ids, answer, job.speculate.max_new_tokens)
         if not sys.stderr.isatty():  # a log has lines where a terminal has a bar
             counts = f"{len(answer.token_ids)} tokens in {len(answer.rounds)} rounds"
             print(f"prompt {i + 1}/{len(prompts)}: {counts}", flush=True)
@@ -63,7 +64,7 @@ def run(job: Job) -> None:
         prompts=len(prompts),
         new_tokens=sum(len(answer.token_ids) for answer in answers),
         acceptance=measure([answer.rounds for answer in answers], checkpoint.drafter.block_size),
-        first_difference=first_difference,
+        differences=differences,
     )
     conclude(report, job.json)
 
@@ -77,19 +78,33 @@ def conclude(report: Report, json: Path | None) -> None:
         raise RunError(describe_difference(report.first_difference, report.dtype))
 
 
+def find_differences(
+    target: LiveTarget, i: int, prompt: Prompt, own_ids: list[int], answer: Decoded, max_new_tokens: int
+) -> Iterator[Difference]:
+    """Yield all ties up to the first difference that is none. After a tie the target goes on with what the answer has."""
+    while (difference := find_difference(target, i, prompt, own_ids, answer)) is not None:
+        yield difference
+        if not difference.is_tie:
+            return
+        begun = answer.token_ids[: difference.token + 1]
+        own_ids = decode_plainly(target, prompt.token_ids, max_new_tokens, begun)
+
+
 def find_difference(
     target: LiveTarget, i: int, prompt: Prompt, own_ids: list[int], answer: Decoded
 ) -> Difference | None:
-    """Both answers end by the same rule, so one is never just the beginning of the other."""
+    """The first difference, if any. Both answers end by the same rule: neither is just the beginning of the other."""
     token = count_matching(own_ids, answer.token_ids)
     if token == len(own_ids) == len(answer.token_ids):
         return None
     own, speculative = own_ids[token], answer.token_ids[token]
+    logit_gap, tie_gap = target.logit_gap(prompt.token_ids + own_ids[:token], own, speculative)
     return Difference(
         prompt=i,
         where=prompt.where,
         token=token,
         own_token_id=own,
         speculative_token_id=speculative,
-        logit_gap=target.logit_gap(prompt.token_ids + own_ids[:token], own, speculative),
+        logit_gap=logit_gap,
+        tie_gap=tie_gap,
     )

@@ -1,6 +1,7 @@
 """Whole extractions on a tiny target: what is stored, what is skipped, what is refused, and what a kill leaves."""
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -20,9 +21,11 @@ from benchmarks.random_target import make_random_target
 from extract.__main__ import main
 from extract.job import Job
 from shards.codec import encode_bf16
+from shards.errors import RunError
 from shards.manifest import COMPLETE_FILE, Manifest
 from shards.record import Quarantined, ShardRecord
 from shards.schema import NO_DOCUMENT, PLAN_DIRECTORY, PlanArrays, missing_shards, published_shards
+from shards.stats import cache_statistics
 from tests.extract.tiny import (
     LAYERS,
     ROW_TOKENS,
@@ -39,6 +42,7 @@ from tests.extract.tiny import (
 )
 
 ROOT = Path(__file__).parents[2]
+PR_GET_PDEATHSIG = 2  # linux/prctl.h
 
 
 @pytest.fixture(autouse=True)
@@ -126,16 +130,6 @@ def test_the_same_again_gives_the_same_bytes(project: Path, copy: Path, monkeypa
     assert first.keys() == second.keys()
 
 
-def test_the_batch_size_does_not_change_what_is_stored(
-    project: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    extract_here(job_of(copy, "extract.rows_per_batch=3"), monkeypatch)
-    one, three = read_all(project / "cache"), read_all(copy / "cache")
-    for name, values in one.items():
-        difference = values.astype(int) - three[name].astype(int)
-        assert np.abs(difference).max() <= ("hidden" in name)
-
-
 def test_published_shards_are_left_alone(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(copy)
     extract_here(job, monkeypatch, num_shards=2)
@@ -143,6 +137,14 @@ def test_published_shards_are_left_alone(copy: Path, monkeypatch: pytest.MonkeyP
     extract_here(job, monkeypatch)
     assert before
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+
+
+def test_a_process_that_works_is_left_as_it_was(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for no signal at its parent's death."""
+    extract_here(job_of(copy), monkeypatch, num_shards=1)
+    death_signal = ctypes.c_int(-1)
+    assert ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(death_signal)) == 0
+    assert death_signal.value == 0
 
 
 def test_the_final_hidden_state_is_stored_after_the_norm(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,16 +158,24 @@ def test_the_final_hidden_state_is_stored_after_the_norm(copy: Path, monkeypatch
     assert np.abs(difference).max() <= 1
 
 
+def change_weight(directory: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Replace a weight of the target; None takes it out."""
+    (weights,) = (directory / "target").glob("*.safetensors")
+    tensors = load_file(weights)
+    changed = change(tensors.pop(name))
+    save_file(tensors if changed is None else tensors | {name: changed}, weights, {"format": "pt"})
+
+
 def test_a_document_that_is_not_finite_goes_to_quarantine_alone(
-    project: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The embedding of "T" is made infinite: one text is of it alone, from its first token on."""
-    (weights,) = (copy / "target").glob("*.safetensors")
-    tensors = load_file(weights)
     tokenizer = json.loads((copy / "target" / "tokenizer.json").read_text())
-    tensors["model.embed_tokens.weight"][tokenizer["model"]["vocab"]["T"]] = torch.inf
-    save_file(tensors, weights, {"format": "pt"})
+    token = torch.tensor(tokenizer["model"]["vocab"]["T"])
+    change_weight(copy, "model.embed_tokens.weight", lambda weight_VH: weight_VH.index_fill(0, token, torch.inf))
     extract_here(job_of(copy), monkeypatch)
+    assert "extract: 1 of 40 documents are in quarantine, because" in capsys.readouterr().out
+    assert cache_statistics(copy / "cache")["quarantined_documents"] == 1
     good, bad = read_all(project / "cache"), read_all(copy / "cache")
     manifest = Manifest.read(copy / "cache")
     found = [
@@ -181,6 +191,20 @@ def test_a_document_that_is_not_finite_goes_to_quarantine_alone(
         assert not bad[f"hidden/{layer}"][slots].any()
         difference = bad[f"hidden/{layer}"][~slots].astype(int) - good[f"hidden/{layer}"][~slots].astype(int)
         assert np.abs(difference).max() <= 1
+
+
+def test_a_cache_with_every_document_in_quarantine_is_a_failure(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not only once: nobody is to train on it later."""
+    change_weight(copy, "model.layers.2.mlp.up_proj.weight", lambda weight: weight * torch.nan)
+    with pytest.raises(RunError, match=r"all 40 documents of .* are in quarantine"):
+        extract_here(job_of(copy), monkeypatch)
+    assert main(["--config", str(copy / "config.toml"), "--cache", str(copy / "cache")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: all 40 documents")
+    assert error.count("\n") == 1
+    assert not (copy / "cache" / COMPLETE_FILE).exists()
 
 
 def change_data(directory: Path) -> None:
@@ -251,7 +275,11 @@ BAD_INPUT = {  # what is overridden, and what is said; {0} is the project's dire
     "mask token is pad": ("target.mask_token_id=0", "target.mask_token_id is 0, the tokenizer's pad token"),
     "mask token is eos": ("target.mask_token_id=2", "target.mask_token_id is 2, the tokenizer's eos token"),
     "another target": ("target.num_layers=6", "target.num_layers is 6, but"),
-    "no target": ("target.path={0}/none", "which has no config.json"),
+    "no target": ("target.path={0}/none", "none has no config.json"),
+    "a GPU that is not there": ("extract.gpus=[0]", "extract.gpus names GPUs [0]: this machine shows none"),
+    "a GPU counted backwards": ("extract.gpus=[-1]", "extract.gpus is [-1]: name at least one GPU"),
+    "a GPU twice": ("extract.gpus=[0, 0]", "extract.gpus is [0, 0]: name at least one GPU"),
+    "a list of no GPUs": ("extract.gpus=[]", "extract.gpus is []: name at least one GPU"),
 }
 
 
@@ -280,10 +308,11 @@ def test_no_room_is_found_before_the_target_is_loaded(copy: Path, capsys: pytest
     refuse(copy, capsys, "few: make room", write_giant(copy), *sizes)
 
 
-def test_a_directory_of_something_else_is_refused(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_of_something_else_is_refused_at_once(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is looked at: there is no target."""
     (copy / "cache").mkdir()
     (copy / "cache" / "thesis.tex").write_text("mine")
-    refuse(copy, capsys, "is not empty and holds no cache (thesis.tex")
+    refuse(copy, capsys, "is not empty and holds no cache (thesis.tex", f"target.path={copy}/none")
 
 
 def refuse(directory: Path, capsys: pytest.CaptureFixture[str], message: str, *overrides: str) -> None:
@@ -365,7 +394,10 @@ def write_long_project(directory: Path) -> Path:
 def test_a_killed_extraction_is_continued_to_the_same_bytes(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First asked to stop, then killed with all its workers, then completed by two workers under torchrun."""
+    """First asked to stop, then its launcher killed, then torchrun, then completed by two workers under torchrun.
+
+    The output of the killed ends with their workers, so these ended early if shards are missing.
+    """
     write_long_project(copy)
     cache = copy / "cache"
     asked = start(copy)
@@ -374,16 +406,16 @@ def test_a_killed_extraction_is_continued_to_the_same_bytes(
     output, error = asked.communicate()
     assert (asked.returncode, error.splitlines()[-1]) == (1, "interrupted, run again to continue"), output + error
 
-    num_published = len(list(cache.glob("shard-*")))
-    killed = start(copy)
-    wait_for_shards(killed, cache, num_published + 1)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.communicate()
-    manifest = Manifest.read(cache)
-    assert missing_shards(cache, manifest)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    for command in ([], [*torchrun, "-m", "extract"]):
+        num_published = len(list(cache.glob("shard-*")))
+        killed = start(copy, *command)
+        wait_for_shards(killed, cache, num_published + 1)
+        killed.kill()
+        killed.communicate()
+        assert missing_shards(cache, Manifest.read(cache))
 
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    last = start(copy, *torchrun, "-m", "extract")
+    last = start(copy, *torchrun, "--nproc-per-node=2", "-m", "extract")
     output, error = last.communicate()
     assert last.returncode == 0, output + error
     assert (cache / COMPLETE_FILE).exists()
@@ -396,10 +428,7 @@ def test_a_killed_extraction_is_continued_to_the_same_bytes(
 
 def test_a_worker_that_fails_ends_the_job_with_its_traceback(copy: Path) -> None:
     """A weight of a layer that the launcher has no need of is missing."""
-    (weights,) = (copy / "target").glob("*.safetensors")
-    tensors = load_file(weights)
-    del tensors["model.layers.3.mlp.up_proj.weight"]
-    save_file(tensors, weights, {"format": "pt"})
+    change_weight(copy, "model.layers.3.mlp.up_proj.weight", lambda _weight: None)
     process = start(copy)
     output, error = process.communicate()
     assert process.returncode == 1, output + error
@@ -407,3 +436,23 @@ def test_a_worker_that_fails_ends_the_job_with_its_traceback(copy: Path) -> None
     assert error.splitlines()[-1].startswith("error: worker 0 failed: UsageError: ")
     assert "the first is model.layers.3.mlp.up_proj.weight" in error
     assert not list((copy / "cache").glob("shard-*"))
+
+
+def test_a_worker_that_is_killed_ends_the_job_with_one_sentence(copy: Path) -> None:
+    process = start(write_long_project(copy))
+    wait_for_shards(process, copy / "cache", 1)
+    (worker,) = workers_of(process)
+    os.kill(worker, signal.SIGKILL)
+    output, error = process.communicate()
+    assert process.returncode == 1, output + error
+    assert "Traceback" not in error
+    assert error.splitlines()[-1] == (
+        f"error: worker 0 failed: Signal 9 (SIGKILL) received by PID {worker}; published shards are kept, "
+        "the same command continues"
+    )
+
+
+def workers_of(launcher: subprocess.Popen[str]) -> list[int]:
+    tasks = Path(f"/proc/{launcher.pid}/task").iterdir()
+    children = [child for task in tasks for child in (task / "children").read_text().split()]
+    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]

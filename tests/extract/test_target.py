@@ -139,6 +139,8 @@ REFUSED = {
     ),
     "attention sinks": ({"model_type": "gpt_oss", "rope_parameters": None}, "(gpt_oss) has an attention that can't be"),
     "impossible sizes": ({"model_type": "mamba2", "head_dim": 7}, "must equal num_heads * head_dim"),
+    "a size that is no number": ({"hidden_size": "32"}, "TypeError: Field 'hidden_size' expected int, got str"),
+    "no heads": ({"num_attention_heads": 0}, "ZeroDivisionError: "),
     "no family": ({"model_type": "something"}, "describes no target that can be run"),
     "another hidden size": ({"hidden_size": 16}, "target.hidden_size is 32, but"),
     "another depth": ({"num_hidden_layers": 4}, "target.num_layers is 5, but"),

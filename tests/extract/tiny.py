@@ -12,6 +12,7 @@ import pytest
 from benchmarks.random_target import MASK_ID, TargetShape, make_random_target
 from extract.job import Job
 from extract.prepare import prepare
+from extract.run import finish
 from extract.worker import work
 from shards.manifest import Manifest
 from shards.schema import missing_shards
@@ -91,6 +92,7 @@ def extract_here(job: Job, monkeypatch: pytest.MonkeyPatch, *, num_shards: int |
         monkeypatch.setenv(name, value)
     manifest = prepare(job)
     work(job, missing_shards(job.directory, manifest)[:num_shards], [])
+    finish(job)
 
 
 def files_of(cache: Path) -> dict[str, bytes]:

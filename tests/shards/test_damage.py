@@ -72,6 +72,12 @@ def test_a_whole_cache_has_no_faults(whole: Path) -> None:
     read_all(whole)
 
 
+def test_unfinished_work_and_what_the_disk_has_of_its_own_are_no_faults(cache: Path) -> None:
+    for name in (".shard-00002.host.1", "lost+found"):
+        (cache / name).mkdir()
+    assert faults(cache) == []
+
+
 def test_a_flipped_bit_in_any_file_is_found(cache: Path) -> None:
     rng = random.Random(0)
     for name, stored in content(cache).items():
@@ -228,7 +234,11 @@ CATALOGUE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         f"{S} is missing",
         f"{S} is missing",
     ),
-    "file more in a shard": (write(f"{S}/hidden/4/c/0/0/1", b"x"), NO_READER, "c/0/0/1: a shard has no such file"),
+    "file more in a shard": (
+        write(f"{S}/hidden/4/c/0/0/1", b"x"),
+        NO_READER,
+        "'shard-00000/hidden/4/c/0/0/1': a shard has no such file",
+    ),
     "statistics": (flip(f"{S}/shard.json", -20), NO_READER, "shard.json"),
     "statistics edited": (
         edit_json(f"{S}/shard.json", lambda value: value["statistics"]["hidden/4"].update(rms=1.0), seal=False),
@@ -255,7 +265,22 @@ CATALOGUE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "plan": (flip("plan/token_ids.npy", -3), NO_READER, "plan/token_ids.npy: sha256 is .{64}, expected .{64}"),
     "plan column missing": (lambda cache: (cache / "plan/token_ids.npy").unlink(), NO_READER, "token_ids.npy cannot"),
     "target": (flip("target/head.json", 3), NO_READER, "target/head.json: sha256 is"),
-    "file more in target": (write("target/pickle.bin", b"x"), NO_READER, "target/pickle.bin: the manifest has no such"),
+    "file more in target": (
+        write("target/pickle.bin", b"x"),
+        NO_READER,
+        "'target/pickle.bin': the manifest has no such",
+    ),
+    "shard more than planned": (
+        lambda cache: shutil.copytree(cache / S, cache / "shard-00002"),
+        NO_READER,
+        "'shard-00002' is no part of this cache, whose plan has 2 shards",
+    ),
+    "file more in the cache": (write("notes.txt", b"x"), NO_READER, "'notes.txt' is no part of this cache"),
+    "file more with an odd name": (
+        lambda cache: (cache / os.fsdecode(b"\xff\n")).write_text(""),
+        NO_READER,
+        r"'\\udcff\\n' is no part of this cache",
+    ),
     "complete.json": (
         write("complete.json", b'{"num_shards": 3}'),
         NO_READER,

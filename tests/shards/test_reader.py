@@ -85,13 +85,10 @@ def test_layers_that_are_not_stored_are_refused(cache: Path) -> None:
         reader.read_row(0, [5], out)
 
 
-def test_missing_shards_are_named(cache: Path, tmp_path: Path) -> None:
+def test_a_missing_shard_is_named(cache: Path, tmp_path: Path) -> None:
     shutil.copytree(cache, tmp_path, dirs_exist_ok=True)
     with CacheReader(tmp_path) as reader:
-        reader.check_complete()
         shutil.rmtree(tmp_path / "shard-00001")
-        with pytest.raises(CacheError, match=r"lacks 1 of its 3 shards \(shard-00001\)"):
-            reader.check_complete()
         with pytest.raises(CacheError, match="shard-00001 is missing"):
             reader.read_row(2, [1], allocate(reader.manifest, 1))
 

@@ -45,6 +45,7 @@ def test_stats_counts_what_is_there(cache: Path) -> None:
         "rows": 5,
         "row_tokens": 96,
         "documents": len(plan.document_row),
+        "quarantined_documents": 0,
         "tokens": len(plan.token_ids),
         "supervised_tokens": int(plan.loss_mask.sum()),
         "fill": len(plan.token_ids) / (5 * 96),
@@ -86,6 +87,7 @@ def test_stats_prints_a_table(cache: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "shards     3 of 3\n" in done.stdout
     assert "rows       5 of 96 tokens, " in done.stdout
+    assert f"documents  {len(make_plan(SHAPE).document_row)}\n" in done.stdout
     assert "layer 4    rms " in done.stdout
 
 

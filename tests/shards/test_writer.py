@@ -16,8 +16,9 @@ import pytest
 from shards.durable import temporary_beside
 from shards.errors import CacheError, RunError, UsageError
 from shards.manifest import MANIFEST_FILE, Manifest
-from shards.record import Quarantined, ShardRecord
+from shards.record import Quarantined, ShardRecord, count_quarantined
 from shards.schema import missing_shards, published_shards
+from shards.stats import cache_statistics, format_statistics
 from shards.verify import verify
 from shards.writer import ShardRows, mark_complete, new_cache, publish_cache, write_shard
 from tests.shards.caches import CacheShape, content, make_cache, make_manifest, make_plan, make_rows, start_cache
@@ -137,6 +138,10 @@ def test_quarantine_is_recorded_and_left_out_of_the_statistics(tmp_path: Path) -
     rows = make_rows(SHAPE, manifest, plan, 0)
     document = int(rows.document_ids[0, 0])
     assert write_shard(tmp_path, manifest, 0, quarantine(rows, document))
+    assert count_quarantined(tmp_path, manifest) == 1
+    statistics = cache_statistics(tmp_path)
+    assert statistics["quarantined_documents"] == 1
+    assert f"documents  {manifest.plan.num_documents}, 1 in quarantine\n" in format_statistics(statistics, 3)
     record = ShardRecord.read(tmp_path, manifest, 0)
     assert record.quarantined == (Quarantined(document=document, layer=4, position=0),)
     measured_RT = (rows.document_ids >= 0) & (rows.document_ids != document)

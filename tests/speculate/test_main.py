@@ -10,11 +10,12 @@ import torch
 from shards.errors import RunError
 from speculate.__main__ import main
 from speculate.acceptance import measure
-from speculate.decode import Decoded, Round
+from speculate.decode import Decoded, Round, decode_plainly
 from speculate.prompts import Prompt
 from speculate.report import Difference, Report
-from speculate.run import conclude, find_difference
-from tests.speculate.conftest import Pair
+from speculate.run import conclude, find_difference, find_differences
+from speculate.target import LiveTarget, read_architecture
+from tests.speculate.conftest import CPU, Pair
 
 NEW_TOKENS = 6
 CONFIG = """
@@ -71,6 +72,7 @@ def test_parts_by_name(
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["lossless"] is True
     assert result["first_difference"] is None
+    assert result["ties"] == 0
     assert result["prompts"] == 2
     assert result["new_tokens"] == 2 * NEW_TOKENS
     assert sum(result["histogram"]) == result["rounds"]
@@ -85,13 +87,13 @@ def test_parts_by_name(
     assert "yes: every token is the target's own" in output
 
 
-def test_parts_by_config(monkeypatch: pytest.MonkeyPatch, config: Path, run: Path, tmp_path: Path) -> None:
+def test_parts_by_config(monkeypatch: pytest.MonkeyPatch, config: Path, run: Path, qwen3: Pair, tmp_path: Path) -> None:
     """The override limits the tokens, the flag the prompts."""
     arguments = ("--config", config, "--run", run, "--num-prompts", 1, f"speculate.max_new_tokens={NEW_TOKENS}")
     assert call(monkeypatch, *arguments, "--json", tmp_path / "out.json") == 0
     result = json.loads((tmp_path / "out.json").read_text())
     assert (result["prompts"], result["new_tokens"]) == (1, NEW_TOKENS)
-    assert result["drafter"] == str((run / "checkpoints" / "latest").resolve())
+    assert Path(result["drafter"]).resolve() == qwen3.drafter_folder.resolve()
 
 
 @pytest.mark.parametrize(
@@ -148,22 +150,46 @@ def test_a_changed_answer_is_found_with_its_gap(qwen3: Pair) -> None:
         own_token_id=11,
         speculative_token_id=99,
         logit_gap=pytest.approx(abs(logits_V[11] - logits_V[99]).item(), rel=1e-5),
+        tie_gap=0.0,
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_changed_answer_fails_the_run_after_the_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str
-) -> None:
-    difference = Difference(
+def test_after_a_tie_the_rest_is_compared(qwen3: Pair) -> None:
+    """The head gets the first answer's token twice, so either may come. Then a token goes wrong that is no tie."""
+    target = LiveTarget.load(read_architecture(qwen3.target_folder, "bfloat16", CPU), qwen3.checkpoint, CPU)
+    prompt = Prompt(where="prompts.jsonl, line 9", token_ids=[70, 71])
+    (own,) = decode_plainly(target, prompt.token_ids, 1)
+    twin = own + 1
+    target.model.lm_head.weight.data[twin] = target.model.lm_head.weight[own]
+    own_ids = decode_plainly(target, prompt.token_ids, NEW_TOKENS)
+    assert own_ids[0] == own
+    token_ids = decode_plainly(target, prompt.token_ids, NEW_TOKENS, [twin])
+    assert token_ids[0] == twin
+
+    def differences() -> list[Difference]:
+        return list(find_differences(target, 4, prompt, own_ids, Decoded(token_ids=token_ids, rounds=[]), NEW_TOKENS))
+
+    (tie,) = differences()
+    assert (tie.token, tie.is_tie, tie.logit_gap) == (0, True, 0.0)
+    with torch.no_grad():
+        token_ids[2] = target.model(torch.tensor([prompt.token_ids + token_ids[:2]])).logits[0, -1].argmin().item()
+    assert [(found.token, found.is_tie) for found in differences()] == [(0, True), (2, False)]
+
+
+def difference_of(logit_gap: float, tie_gap: float) -> Difference:
+    return Difference(
         prompt=4,
         where="prompts.jsonl, line 9",
         token=1,
         own_token_id=11,
         speculative_token_id=99,
-        logit_gap=0.125,
+        logit_gap=logit_gap,
+        tie_gap=tie_gap,
     )
-    report = Report(
+
+
+def report_of(dtype: str, *differences: Difference) -> Report:
+    return Report(
         target="models/t",
         drafter="runs/d",
         device="cpu",
@@ -173,17 +199,38 @@ def test_a_changed_answer_fails_the_run_after_the_report(
         prompts=5,
         new_tokens=40,
         acceptance=measure([[Round(num_committed=2, num_accepted=1), Round(num_committed=1, num_accepted=0)]], 3),
-        first_difference=difference,
+        differences=list(differences),
     )
+
+
+def test_ties_are_counted_and_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    conclude(report_of("bfloat16", difference_of(0.0, 0.1), difference_of(0.0625, 0.1)), tmp_path / "out.json")
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert (result["lossless"], result["ties"], result["first_difference"]) == (True, 2, None)
+    output = capsys.readouterr().out
+    assert "lossless        yes, but for ties\n" in output
+    assert "ties            2  (tokens at which bfloat16 can't tell the target's choice from another)\n" in output
+
+
+def test_nothing_is_a_tie_in_float32() -> None:
+    assert not report_of("float32", difference_of(0.0, 0.0)).is_lossless
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_changed_answer_fails_the_run_after_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    tie_gap = {"float32": 0.0, "bfloat16": 0.1}[dtype]
+    report = report_of(dtype, difference_of(0.0625, tie_gap), difference_of(0.125, tie_gap))
     with pytest.raises(RunError) as error:
         conclude(report, tmp_path / "out.json")
     sentence = str(error.value)
     assert "prompts.jsonl, line 9: token 1 is 99, the target alone gives 11" in sentence
-    assert "differ by 0.125" in sentence
-    assert ("may be a tie" in sentence) == (dtype == "bfloat16")
+    assert f"differ by {'0.0625' if dtype == 'float32' else '0.125, and bfloat16 explains 0.1'}" in sentence
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["lossless"] is False
     assert result["first_difference"]["token"] == 1
+    assert result["ties"] == (dtype == "bfloat16")
     output = capsys.readouterr().out
     assert "lossless        NO" in output
     assert "1.500" in output  # τ: three tokens in two rounds

@@ -61,8 +61,16 @@ def test_the_dtype_is_float32_on_a_cpu_unless_named(qwen3: Pair) -> None:
 def test_the_logit_gap_is_that_of_the_last_position(qwen3: Pair) -> None:
     with torch.no_grad():
         logits_V = qwen3.target.model(torch.tensor([IDS])).logits[0, -1]
-    gap = qwen3.target.logit_gap(IDS, 5, 9)
+    gap, tie_gap = qwen3.target.logit_gap(IDS, 5, 9)
     assert gap == pytest.approx(abs(logits_V[5] - logits_V[9]).item(), rel=1e-5)
+    assert tie_gap == 0.0
+
+
+def test_bfloat16_ties_what_four_of_its_steps_part(qwen3: Pair) -> None:
+    target = LiveTarget.load(read_architecture(qwen3.target_folder, "bfloat16", CPU), qwen3.checkpoint, CPU)
+    with torch.no_grad():
+        logits_V = target.model(torch.tensor([IDS])).logits[0, -1].float()
+    assert target.logit_gap(IDS, 5, 9)[1] == pytest.approx(4 * 2**-7 * logits_V.abs().max().item(), rel=2**-6)
 
 
 def copy_target(pair: Pair, tmp_path: Path) -> Path:
@@ -106,6 +114,16 @@ def test_a_folder_that_is_no_target_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no such family"}')
     with pytest.raises(UsageError, match="describes no target"):
         read_architecture(tmp_path, None, CPU)
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": "32"}, {"num_attention_heads": 0}, {"dtype": "no"}, None], ids=str)
+def test_a_malformed_config_is_one_sentence(qwen3: Pair, tmp_path: Path, change: dict | None) -> None:
+    folder = copy_target(qwen3, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(change and config | change))
+    with pytest.raises(UsageError, match=r"config\.json describes no target that can be run: \w+: ") as error:
+        read_architecture(folder, None, CPU)
+    assert "\n" not in str(error.value)
 
 
 MISMATCHES = {
