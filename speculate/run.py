@@ -81,7 +81,7 @@ def conclude(report: Report, json: Path | None) -> None:
 def find_differences(
     target: LiveTarget, i: int, prompt: Prompt, own_ids: list[int], answer: Decoded, max_new_tokens: int
 ) -> Iterator[Difference]:
-    """Yield all ties up to the first difference that is none. After a tie the target goes on with what the answer has."""
+    """All ties up to the first difference that is none. After a tie the target goes on with what the answer has."""
     while (difference := find_difference(target, i, prompt, own_ids, answer)) is not None:
         yield difference
         if not difference.is_tie:
