@@ -100,7 +100,7 @@ class TrainConfig:
     clip_norm: float = 1.0
     gamma: float | None = None  # decay of the slot weights, in slots; None: by block size
     loss: Literal["ce"] = "ce"
-    precision: Literal["fp32", "bf16"] = "bf16"  # of weights and activations; masters and moments are fp32 always
+    precision: Literal["fp32", "bf16", "fp8"] = "bf16"  # of products; masters and moments are fp32 always
     seed: int = 0
     log_every: int = 10
     eval_every: int = 500

@@ -15,6 +15,7 @@ from train.order import RowOrder
 from train.rundir import begin_or_continue
 
 KERNEL_HEAD_DIMS = (16, 32, 64, 128, 256)
+FLOAT8_MULTIPLE = 16  # of every dimension of an 8-bit product
 
 
 class Beginning(NamedTuple):
@@ -42,10 +43,29 @@ def preflight(config: RunConfig, cache: Path, run: Path, *, world_size: int, res
     config.train.num_micro_steps(world_size)
     if torch.cuda.device_count():
         _check_kernels(config)
+    if config.train.precision == "fp8":
+        _check_float8(config)
     return Beginning(
         num_steps=RowOrder.of(config, manifest.plan).num_steps(config.train),
         checkpoint=begin_or_continue(run, config, manifest.identity, resume=resume),
     )
+
+
+def _check_float8(config: RunConfig) -> None:
+    if not torch.cuda.device_count() or torch.cuda.get_device_capability(0) < (9, 0):
+        raise UsageError('train.precision is "fp8", which needs a GPU of the Hopper generation or later: set "bf16"')
+    sizes = {
+        "target.hidden_size": config.target.hidden_size,
+        "target.vocab_size": config.target.vocab_size,
+        "drafter.intermediate_size": config.drafter.intermediate_size,
+        "cache.row_tokens": config.cache.row_tokens,
+        "train.num_anchors × drafter.block_size": config.train.num_anchors * config.drafter.block_size,
+    }
+    for name, size in sizes.items():
+        if size % FLOAT8_MULTIPLE:
+            raise UsageError(
+                f'{name} is {size}: with train.precision = "fp8" it must be a multiple of {FLOAT8_MULTIPLE}; set "bf16"'
+            )
 
 
 def _check_kernels(config: RunConfig) -> None:
