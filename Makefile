@@ -105,6 +105,11 @@ evaluate: $(READY) $(EMBEDDED)
 test: $(READY)
 	$(PYTHON) -m pytest -m "not gpu"
 
+.PHONY: test-kernels
+test-kernels: $(READY)
+	$(PYTHON) -m pip install --quiet --group kernels
+	TRITON_INTERPRET=1 $(PYTHON) -m pytest tests/kernels
+
 .PHONY: test-gpu
 test-gpu: $(READY)
 	$(PYTHON) -m pytest -m gpu
