@@ -36,7 +36,7 @@ help:
 	@echo "make stats      what a cache holds"
 	@echo "make verify     whether every byte of a cache is as it was written"
 	@echo "make evaluate   live speculative decoding with the run's drafter: acceptance length, losslessness"
-	@echo "make test       the tests; make test-gpu: those that need a GPU"
+	@echo "make test       the tests; make test-gpu: those for a GPU; make test-kernels: the kernels, on the CPU"
 	@echo "make lint       style"
 	@echo
 	@echo "Variables, after the command:"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shards.errors import EXIT_FAILED, CacheError, RunError, run_command
 from train.config import RunConfig
-from train.runtime import quiet_thread_starters
+from train.runtime import keep_compiled_kernels, quiet_thread_starters
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 DESCRIPTION = "Train a DFlash drafter from a cache of the target's hidden states."
@@ -53,6 +53,7 @@ def parse_arguments() -> argparse.Namespace:
 def start(arguments: argparse.Namespace) -> int:
     config = RunConfig.load(arguments.config, arguments.overrides)
     quiet_thread_starters()
+    keep_compiled_kernels(Path(config.train.compile_cache))
     if arguments.check:
         from train.check import check
 

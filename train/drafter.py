@@ -45,6 +45,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: DrafterConfig, hidden_size: int, layer: int) -> None:
         super().__init__()
+        self.use_kernel = True
         self.num_key_value_heads = config.num_key_value_heads
         self.sliding_window = config.layer_window(layer)
         self.is_causal = config.layer_is_causal(layer)
@@ -84,6 +85,7 @@ class Attention(nn.Module):
             context_end_RN,
             sliding_window=self.sliding_window,
             is_causal=self.is_causal,
+            use_kernel=self.use_kernel,
         )
         return self.o_proj(output.flatten(-2))
 

@@ -36,7 +36,9 @@ class CapturedFunction:
             with torch.cuda.graph(self.graph):
                 function()
         except RuntimeError as error:
-            raise RunError(f"the {name} could not be captured as a CUDA graph: {error}") from error
+            raise RunError(
+                f"the {name} could not be captured as a CUDA graph: {error}; train.capture=false runs without"
+            ) from error
 
     def __call__(self) -> None:
         if threading.get_ident() != self.owner:
@@ -65,9 +67,9 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def prepare(function: Callable[[], None], name: str, device: torch.device) -> Callable[[], None]:
-    """The captured function on CUDA; on the CPU, where nothing is launched, the function itself.
+def prepare(function: Callable[[], None], name: str, device: torch.device, *, capture: bool) -> Callable[[], None]:
+    """The captured function on CUDA; on the CPU, or where it is not to be captured, the function itself.
 
     The function must be harmless when it runs on empty rows, because warming up runs it.
     """
-    return CapturedFunction(function, name) if device.type == "cuda" else function
+    return CapturedFunction(function, name) if capture and device.type == "cuda" else function

@@ -1,6 +1,7 @@
 """How a training process is set up before it computes: no threads but its own, and the same bits every time."""
 
 import os
+from pathlib import Path
 
 import tqdm
 
@@ -10,6 +11,15 @@ def quiet_thread_starters() -> None:
     tqdm.tqdm.monitor_interval = 0
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic matrix products need
+
+
+def keep_compiled_kernels(directory: Path) -> None:
+    """Have inductor and Triton keep what they compile in `directory`, unless the environment names another place.
+
+    To be called before torch is imported.
+    """
+    for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        os.environ.setdefault(variable, str(directory.absolute() / name))
 
 
 def compute_on_one_thread_deterministically() -> None:

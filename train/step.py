@@ -129,11 +129,12 @@ class TrainStep:
         self.sums = torch.zeros(2, device=device)  # Σ w·CE and Σ w of the step, fp32
         self.metrics = Metrics(config.drafter.block_size, device)
         self.grad_norm = torch.zeros((), device=device)
+        capture = config.train.capture
         if self.num_micro_steps == 1:
-            self.whole_step = prepare(self._add_gradients_and_update, "training step", device)
+            self.whole_step = prepare(self._add_gradients_and_update, "training step", device, capture=capture)
         else:
-            self._micro_step = prepare(self._add_gradients, "micro-step", device)
-            self._update = prepare(self._update_weights, "update", device)
+            self._micro_step = prepare(self._add_gradients, "micro-step", device, capture=capture)
+            self._update = prepare(self._update_weights, "update", device, capture=capture)
         for counter in self.counters:  # warming up counted steps on empty rows
             counter.zero_()
         self.metrics.reset()
@@ -182,7 +183,7 @@ class HeldoutStep:
 
     def __init__(self, block_pass: BlockPass, device: torch.device) -> None:
         self.block_pass = block_pass
-        self.run = prepare(self._evaluate, "held-out step", device)
+        self.run = prepare(self._evaluate, "held-out step", device, capture=block_pass.config.train.capture)
 
     @torch.no_grad()
     def _evaluate(self) -> None:

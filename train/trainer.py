@@ -26,10 +26,11 @@ class Trainer:
             hidden_size=config.target.hidden_size,
             codec=config.cache.codec,
             device=device,
-            pinned=False,
         )
         with device:
             self.drafter = Drafter(config.drafter, config.target.hidden_size)
+        for layer in self.drafter.layers:
+            layer.self_attn.use_kernel = config.train.attention == "kernel"
         self.drafter.init_weights(config.train.seed)
         self.flat = FlatParameters(
             self.drafter,
