@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def check_replay_equals_eager(trainer: Trainer) -> None:
     """Run steps by replay and again uncaptured from the same state; losses, masters and moments must be equal bits."""
-    saved = {name: tensor.cpu() for name, tensor in trainer.flat.state().items()}
+    saved = {name: tensor.clone() for name, tensor in trainer.flat.state().items()}
 
     def take_steps(step: Callable[[], None]) -> list[Tensor]:
         for name, tensor in trainer.flat.state().items():
@@ -86,7 +86,7 @@ def check_replay_equals_eager(trainer: Trainer) -> None:
             step()
             sums.append(trainer.step.metrics.sums.clone())
             trainer.step.metrics.reset()
-        return sums + [tensor.cpu() for tensor in trainer.flat.state().values()]
+        return sums + [tensor.clone() for tensor in trainer.flat.state().values()]
 
     replayed = take_steps(trainer.step.whole_step)
     eager = take_steps(trainer.step.whole_step.function)

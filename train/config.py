@@ -103,6 +103,7 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp8"] = "bf16"  # of products; masters and moments are fp32 always
     attention: Literal["kernel", "torch"] = "kernel"  # on a GPU; "torch" takes any shape, in more time and memory
     capture: bool = True  # on a GPU: replay every step as one CUDA graph; False launches its kernels one by one
+    recompute: Literal["none", "mlp", "layer"] = "none"  # in the backward, instead of keeping it in memory
     compile_cache: str = ".compile-cache"  # directory where compiled kernels are kept between runs
     seed: int = 0
     log_every: int = 10

@@ -6,12 +6,13 @@ Parameter names are those of the exported checkpoint, but that projections of th
 elsewhere (`train/target_head.py`). Shapes: R rows, T tokens, N blocks, B slots, H hidden, K context layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from train.attention import block_attention
 from train.config import DrafterConfig
@@ -103,6 +104,7 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, config: DrafterConfig, hidden_size: int, layer: int) -> None:
         super().__init__()
+        self.recompute = "none"
         self.input_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, hidden_size, layer)
         self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
@@ -110,10 +112,14 @@ class Layer(nn.Module):
 
     def forward(self, x_RNBH: Tensor, normed_RNBH: Tensor, *attention_inputs: Any) -> tuple[Tensor, Tensor]:
         """From the residual stream and its input norm: the stream before the MLP's output is added, and that output."""
-        x_RNBH, normed_RNBH = self.post_attention_layernorm.of_sum(
-            x_RNBH, self.self_attn(normed_RNBH, *attention_inputs)
-        )
-        return x_RNBH, self.mlp(normed_RNBH)
+        if self.recompute == "layer":
+            return recomputed(self._forward, x_RNBH, normed_RNBH, *attention_inputs)
+        return self._forward(x_RNBH, normed_RNBH, *attention_inputs)
+
+    def _forward(self, x_RNBH: Tensor, normed_RNBH: Tensor, *attention_inputs: Any) -> tuple[Tensor, Tensor]:
+        attended_RNBH = self.self_attn(normed_RNBH, *attention_inputs)
+        x_RNBH, normed_RNBH = self.post_attention_layernorm.of_sum(x_RNBH, attended_RNBH)
+        return x_RNBH, recomputed(self.mlp, normed_RNBH) if self.recompute == "mlp" else self.mlp(normed_RNBH)
 
 
 class Drafter(nn.Module):
@@ -165,6 +171,11 @@ class Drafter(nn.Module):
             x_RNBH, delta_RNBH = layer(x_RNBH, normed_RNBH, rotary, layer_context, context_start_RN, context_end_RN)
             x_RNBH, normed_RNBH = next_norm.of_sum(x_RNBH, delta_RNBH)
         return normed_RNBH
+
+
+def recomputed(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, of which autograd keeps the arguments alone and runs it again in the backward."""
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 PROJECTIONS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

@@ -105,17 +105,18 @@ class _Float8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_OI, float8, skipped, out_features, gradient_sums):  # type: ignore[override]
         x_float8 = Float8.of(x.flatten(0, -2))
-        ctx.x_IM = x_float8.columns
+        ctx.save_for_backward(*x_float8.columns)
         ctx.float8, ctx.skipped, ctx.out_features, ctx.gradient_sums = float8, skipped, out_features, gradient_sums
         output_MO = multiply(x_float8.rows, float8.rows.part(skipped), is_fast=True)
         return output_MO.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, d_output):  # type: ignore[override]
+        x_IM = Scaled(*ctx.saved_tensors)
         d_output_float8 = Float8.of(d_output.flatten(0, -2))
         first = 0
         for gradient_sum, size in zip(ctx.gradient_sums, ctx.out_features, strict=True):
-            gradient_sum.add_float8_product(d_output_float8.columns.part(first, first + size), ctx.x_IM)
+            gradient_sum.add_float8_product(d_output_float8.columns.part(first, first + size), x_IM)
             first += size
         dx = None
         if ctx.needs_input_grad[0]:

@@ -31,6 +31,7 @@ class Trainer:
             self.drafter = Drafter(config.drafter, config.target.hidden_size)
         for layer in self.drafter.layers:
             layer.self_attn.use_kernel = config.train.attention == "kernel"
+            layer.recompute = config.train.recompute
         self.drafter.init_weights(config.train.seed)
         self.flat = FlatParameters(
             self.drafter,

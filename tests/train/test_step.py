@@ -245,3 +245,31 @@ def test_bf16_steps_follow_fp32_ones(config, rows):
         assert torch.equal(trainer.flat.weights, trainer.flat.masters.bfloat16())
         torch.testing.assert_close(trainer.step.grad_norm, truth.step.grad_norm, rtol=0.02, atol=0)
         torch.testing.assert_close(trainer.step.metrics.sums[:2], truth.step.metrics.sums[:2], rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("recompute", ["mlp", "layer"])
+def test_recomputing_changes_no_bit(config, rows, recompute):
+    steps = [[0, 3, 4, 2], [5, 6, 9, 10]]
+    kept = train_steps(config, rows, rows_per_micro_step=2, steps=steps)
+    config = replace(config, train=replace(config.train, recompute=recompute))
+    recomputed = train_steps(config, rows, rows_per_micro_step=2, steps=steps)
+    assert torch.equal(recomputed.flat.masters, kept.flat.masters)
+
+
+def test_recomputing_keeps_less(config, rows):
+    """Bytes that autograd keeps of a forward pass."""
+    kept = {}
+    for recompute in ("none", "mlp", "layer"):
+        settings = replace(config.train, recompute=recompute, rows_per_micro_step=2, rows_per_step=2)
+        trainer = new_trainer(replace(config, train=settings))
+        stage(trainer.rows, config, rows, [0, 3])
+        saved: dict[int, int] = {}
+
+        def note(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            saved[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            trainer.step.block_pass(seed=SEED, epoch=EPOCH)
+        kept[recompute] = sum(saved.values())
+    assert kept["layer"] < kept["mlp"] < kept["none"]
