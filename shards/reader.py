@@ -71,15 +71,15 @@ class ArrayFile:
     def read_row(self, row: int, out: np.ndarray) -> None:
         """Fill `out` with the values of `row`, counted in the shard. Its shape is the array's without the row axis."""
         spec = self.spec
-        if out.shape != spec.shape[1:] or out.dtype != spec.dtype or not out.flags.c_contiguous:
+        if out.shape != spec.row_shape or out.dtype != spec.dtype or not out.flags.c_contiguous:
             raise ValueError(
-                f"{self._label} needs a contiguous {spec.dtype} {spec.shape[1:]}, got {out.dtype} {out.shape}"
+                f"{self._label} needs a contiguous {spec.dtype} {spec.row_shape}, got {out.dtype} {out.shape}"
             )
         chunks = out.reshape(spec.chunks_per_row, -1).view(np.uint8)  # [chunks of a row, bytes of a chunk]
         offsets = self._offsets[row]
         start = 0
         for stop in range(1, len(offsets) + 1):
-            if stop == len(offsets) or offsets[stop] != offsets[stop - 1] + spec.chunk_bytes + CRC_BYTES:
+            if stop == len(offsets) or offsets[stop] != offsets[stop - 1] + spec.chunk_stride:
                 self._read_adjacent(row, range(start, stop), chunks)
                 start = stop
 
@@ -138,7 +138,7 @@ class ArrayFile:
 
         entries = stored.view("<u8").reshape(spec.num_rows, spec.chunks_per_row, 2)
         offsets, lengths = entries[..., 0], entries[..., 1]
-        stride = spec.chunk_bytes + CRC_BYTES
+        stride = spec.chunk_stride
         for row, chunk in np.argwhere((entries == EMPTY_CHUNK).any(axis=-1)):
             raise CacheError(f"{self._place(row, chunk)}: the chunk is empty, and a cache stores every chunk")
         for row, chunk in np.argwhere(lengths != stride):

@@ -78,6 +78,10 @@ class ArraySpec:
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self.shape[1:]
+
+    @property
     def holds_states(self) -> bool:
         """Whether the values are codes of hidden states."""
         return "codec" in self.attributes
@@ -96,6 +100,11 @@ class ArraySpec:
         return int(np.prod(self.chunk_shape)) * self.dtype.itemsize
 
     @property
+    def chunk_stride(self) -> int:
+        """Bytes of a chunk with its checksum."""
+        return self.chunk_bytes + CRC_BYTES
+
+    @property
     def index_bytes(self) -> int:
         return self.num_rows * self.chunks_per_row * INDEX_ENTRY_BYTES
 
@@ -103,7 +112,21 @@ class ArraySpec:
     def file_bytes(self) -> int:
         """Size of the array file: nothing is compressed, so shape and chunks determine it."""
         num_chunks = self.num_rows * self.chunks_per_row
-        return num_chunks * (self.chunk_bytes + CRC_BYTES) + self.index_bytes + CRC_BYTES
+        return num_chunks * self.chunk_stride + self.index_bytes + CRC_BYTES
+
+    def chunk_offsets(self) -> np.ndarray:
+        """int64 [R, chunks of a row]: where each chunk begins in the array file. Chunks lie in Morton order."""
+        rows, chunks = np.indices((self.num_rows, self.chunks_per_row))
+        row_bits, chunk_bits = ((size - 1).bit_length() for size in rows.shape)
+        interleaved, num_bits = np.zeros_like(rows), 0
+        for bit in range(max(row_bits, chunk_bits)):
+            for index, width in ((rows, row_bits), (chunks, chunk_bits)):
+                if bit < width:
+                    interleaved |= (index >> bit & 1) << num_bits
+                    num_bits += 1
+        offsets = np.empty_like(rows)
+        offsets.flat[interleaved.argsort(axis=None)] = np.arange(rows.size) * self.chunk_stride
+        return offsets
 
     @property
     def file_name(self) -> str:

@@ -153,7 +153,7 @@ def break_format(rows: ShardRows, how: str) -> ShardRows:
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("padding", "scales/4 is not 0 in every padding slot"),
+        ("padding", "scales/4 of row 0 is not 0 in every padding slot"),
         ("infinite", "hidden/4 has values that are not finite"),
         ("missing", "the cache stores .*'scales/4'"),
     ],
