@@ -13,11 +13,11 @@ from extract.data import read_records
 from extract.head import Head, read_head
 from extract.identity import TEMPLATE_FILE, check_identity, compute_identity, tokenizer_files
 from extract.job import Job
-from extract.plan import make_plan
 from extract.sizes import cache_bytes, require_room, shards_bytes
 from extract.target import Architecture, check_mask_token, read_architecture
 from extract.tokenise import Encoder, Limits, tokenise
 from shards.manifest import MANIFEST_FILE, Identity, Manifest, Plan
+from shards.plan import make_plan
 from shards.schema import PLAN_DIRECTORY, TARGET_DIRECTORY, PlanArrays, missing_shards
 from shards.writer import check_vacant, new_cache, publish_cache
 

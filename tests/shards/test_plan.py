@@ -8,11 +8,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from extract.plan import make_plan, pack, rows_per_shard
-from extract.tokenise import Document, Tokenised
 from shards.config import CacheConfig, DataConfig, TargetConfig
+from shards.documents import Document, Tokenised
 from shards.errors import UsageError
 from shards.manifest import Plan
+from shards.plan import make_plan, pack, rows_per_shard
 from shards.schema import PLAN_COLUMNS, PlanArrays
 from tests.reference.packing import check_plan, heldout, least_rows
 
