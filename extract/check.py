@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from extract.job import Job
-from extract.sizes import bytes_per_slot, cache_bytes, describe_plan, fill_of, free_bytes, target_bytes
+from extract.sizes import bytes_per_slot, cache_bytes, describe_plan, fill_of, target_bytes
 from shards.manifest import Plan
+from shards.room import free_bytes
 
 ASSUMED_FILL = 0.98  # of rows that are not planned yet
 MILLION = 1_000_000

@@ -13,15 +13,17 @@ from extract.data import read_records
 from extract.head import Head, read_head
 from extract.identity import TEMPLATE_FILE, check_identity, compute_identity, tokenizer_files
 from extract.job import Job
-from extract.sizes import cache_bytes, require_room, shards_bytes
+from extract.sizes import cache_bytes, shards_bytes
 from extract.target import Architecture, check_mask_token, read_architecture
 from extract.tokenise import Encoder, Limits, tokenise
 from shards.manifest import MANIFEST_FILE, Identity, Manifest, Plan
 from shards.plan import make_plan
+from shards.room import require_room
 from shards.schema import PLAN_DIRECTORY, TARGET_DIRECTORY, PlanArrays, missing_shards
 from shards.writer import check_vacant, new_cache, publish_cache
 
 COPIED_FILES = ("config.json", "generation_config.json", TEMPLATE_FILE)  # and the tokenizer's
+ROOM_ADVICE = "name another --cache, or take fewer layers or documents"
 SOFTWARE = ("torch", "transformers", "tokenizers", "numpy", "zarr", "numcodecs")
 
 
@@ -52,7 +54,7 @@ def _resume(job: Job, encoder: Encoder) -> Manifest:
     manifest = Manifest.read(job.directory)
     manifest.check_config(job.target, job.data, job.cache, job.directory)
     missing = missing_shards(job.directory, manifest)
-    require_room(job.directory, shards_bytes(job.target, job.cache, manifest.plan, missing))
+    require_room(job.directory, shards_bytes(job.target, job.cache, manifest.plan, missing), advice=ROOM_ADVICE)
     check_identity(manifest.identity, _identity(job, encoder), job.directory)
     print(f"extract: {len(missing)} of {manifest.plan.num_shards} shards are missing", flush=True)
     return manifest
@@ -61,7 +63,7 @@ def _resume(job: Job, encoder: Encoder) -> Manifest:
 def _begin(job: Job, architecture: Architecture, encoder: Encoder) -> Manifest:
     print("extract: tokenising and packing", flush=True)
     plan, arrays = plan_rows(job, encoder)
-    require_room(job.directory, cache_bytes(job.target, job.cache, plan))
+    require_room(job.directory, cache_bytes(job.target, job.cache, plan), advice=ROOM_ADVICE)
     manifest = Manifest(
         target=job.target,
         data=job.data,
