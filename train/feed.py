@@ -10,6 +10,7 @@ import torch
 
 from shards.reader import CacheReader
 from train.order import NO_ROW
+from train.runtime import wait_for
 from train.staging import StagedRows
 
 NUM_SLOTS = 2
@@ -38,7 +39,7 @@ class Feed:
         index = self.turn % NUM_SLOTS
         slot = self.slots[index]
         if self.copied:
-            self.copied[index].synchronize()  # until the copy of two loads ago has left the slot
+            wait_for(self.copied[index])  # until the copy of two loads ago has left the slot
         slot.epoch.fill_(epoch)
         for i in range(len(slot.row_ids_R)):
             row = rows[i] if i < len(rows) else NO_ROW
