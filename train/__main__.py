@@ -19,12 +19,14 @@ EPILOG = """\
 Any configuration key can be overridden: python -m train --config F --cache DIR --run DIR train.lr=3e-4
 Exit codes: 0 trained; 1 the run failed or was interrupted (--resume continues); 2 wrong usage, nothing was written."""
 
+INTERRUPTED = "interrupted before training began: nothing was lost"
+
 
 def main() -> int:
     arguments = parse_arguments()
     if "TORCHELASTIC_RUN_ID" in os.environ and not arguments.check:
         work(arguments)
-    return run_command(lambda: start(arguments), interrupted="interrupted before training began: nothing was lost")
+    return run_command(lambda: start(arguments), interrupted=INTERRUPTED)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -59,7 +61,8 @@ def start(arguments: argparse.Namespace) -> int:
 
         return check(config, arguments.cache, as_json=arguments.json)
 
-    from train.launch import find_gpus, run_workers
+    from train.gpus import find_gpus
+    from train.launch import run_workers
     from train.lock import refuse_if_locked
     from train.preflight import preflight
     from train.summary import print_summary

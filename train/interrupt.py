@@ -4,10 +4,9 @@ A signal to one rank is enough. It only raises a flag, which the ranks agree on 
 device goes on meanwhile, as it is given work ahead.
 """
 
-import os
 import signal
 
-from train.ranks import EXIT_PEER_LOST, Ranks
+from train.ranks import PeerLostError, Ranks
 
 GRACE_S = 900  # for finishing the step and saving; then the kernel ends a process that hangs
 
@@ -24,7 +23,7 @@ class Interrupt:
     def _receive(self, number: int, frame: object) -> None:
         # The launcher sends SIGTERM to those that are left when a rank has died, too: they may wait for it for ever.
         if self.ranks.have_lost_a_peer():
-            os._exit(EXIT_PEER_LOST)
+            raise PeerLostError("one of them has ended")
         if not self.received:
             signal.alarm(GRACE_S)  # SIGALRM ends a process by default, whatever Python is doing
         self.received = True

@@ -1,4 +1,4 @@
-"""Which GPUs, and a worker for each through torch's elastic agent: `python -m train` again.
+"""The workers of this machine, started by torch's elastic agent: each is `python -m train` again.
 
 The agent starts the workers, watches them, and ends all when one fails. What is asked of the launcher by a signal is
 handed on to them; what a worker has to say at its end it leaves in a file, so that the launcher says it once.
@@ -14,16 +14,14 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from shards.errors import EXIT_FAILED, RunError, UsageError
+from shards.errors import EXIT_FAILED, RunError
 from train.checkpoint import checkpoint_step, latest_checkpoint
-from train.config import TrainConfig
 from train.interrupt import GRACE_S
 from train.ranks import EXIT_PEER_LOST
 from train.worker import LAUNCHER_VARIABLE
@@ -123,28 +121,3 @@ def _what_is_left(run: Path) -> str:
     if checkpoint is None:
         return "nothing was saved yet, `make train` or --resume begins again"
     return f"`make train` or --resume continues from step {checkpoint_step(checkpoint)}"
-
-
-def find_gpus(settings: TrainConfig) -> list[str]:
-    """The GPUs to train on, as CUDA_VISIBLE_DEVICES names them: train.gpus, else all that are visible; [] without any.
-
-    Does not initialise CUDA. Raises UsageError when train.gpus names some that this machine does not show.
-    """
-    num_visible = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = named.split(",")[:num_visible] if named else [str(gpu) for gpu in range(num_visible)]
-    if settings.gpus is None:
-        return visible
-    if absent := [gpu for gpu in settings.gpus if gpu >= num_visible]:
-        shown = f"{num_visible}, 0..{num_visible - 1}" if num_visible else "none"
-        raise UsageError(f"train.gpus names GPUs {absent}: this machine shows {shown}")
-    return [visible[gpu] for gpu in settings.gpus]
-
-
-def claim_gpu(gpus: Sequence[str]) -> None:
-    """Let this process, the LOCAL_RANK-th of its machine, see its own GPU only. Before anything initialises CUDA."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if gpus and local_rank >= len(gpus):
-        raise UsageError(f"there are more workers than GPUs: local rank {local_rank}, GPUs {', '.join(gpus)}")
-    if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local_rank]

@@ -103,6 +103,7 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
             if is_last or must_stop or done % config.train.save_every == 0:
                 save()
             if must_stop and not is_last:
+                interrupt.ignore_from_now_on()
                 raise RunError(
                     f"interrupted at step {done} of {num_steps}, saved in {run}: `make train` or --resume continues"
                 )

@@ -57,17 +57,18 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
     import torch
 
-    from train.launch import claim_gpu, find_gpus
+    from train.gpus import claim_gpu, find_gpus
     from train.lock import locked, refuse_if_locked
     from train.preflight import preflight
     from train.ranks import EXIT_PEER_LOST, PeerLostError
     from train.run import train
 
     claim_gpu(find_gpus(config.train))
-    refuse_if_locked(arguments.run)
+    writes = os.environ["RANK"] == "0"
+    if writes:
+        refuse_if_locked(arguments.run)
     world_size = int(os.environ["WORLD_SIZE"])
     begin = preflight(config, arguments.cache, arguments.run, world_size=world_size, resume=arguments.resume)
-    writes = os.environ["RANK"] == "0"
     try:
         with locked(arguments.run) if writes else contextlib.nullcontext():
             train(config, arguments.cache, arguments.run, begin.checkpoint)
@@ -84,6 +85,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 def leave(code: int, text: str) -> NoReturn:
     """End this process. What there is to say goes to the launcher, which says it once for all ranks, or to stderr."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if text and path:
         beside = Path(f"{path}.tmp")
