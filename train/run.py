@@ -63,6 +63,7 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
 
     heldout_rows = range(plan.num_train_rows, plan.num_rows)
     interrupt = Interrupt(ranks)
+    ranks.barrier()  # from here on all save when they are asked to stop
     with closing(Progress(num_steps=num_steps, first_step=first_step, enabled=ranks.is_first)) as progress:
         progress.say(f"training on {describe(ranks)}: steps {first_step}..{num_steps}, γ {config.gamma:g}, run {run}")
         clock = IntervalClock(first_step)
