@@ -33,6 +33,11 @@ class RunError(RuntimeError):
     exit_code = EXIT_FAILED
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM. Not KeyboardInterrupt itself: once that has passed through an `exec`, as in the making of a
+    dataclass, CPython ends `python -m` by SIGINT after all, though it was caught."""
+
+
 EXPECTED_ERRORS = (UsageError, CacheError, RunError)
 
 
@@ -42,7 +47,9 @@ def run_command(command: Callable[[], int | None], *, interrupted: str = "interr
     From here on SIGTERM raises KeyboardInterrupt as Ctrl-C does, and either ends with the sentence `interrupted`. So a
     program calls this first, and imports what takes time in `command`.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
     try:
         code = command() or 0
         sys.stdout.flush()
@@ -55,6 +62,10 @@ def run_command(command: Callable[[], int | None], *, interrupted: str = "interr
         return _end(f"error: {error}", error.exit_code)
     except BrokenPipeError:
         return _end("", EXIT_FAILED)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise Interrupted
 
 
 def _end(sentence: str, code: int) -> int:

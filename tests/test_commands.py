@@ -40,6 +40,17 @@ def test_an_interrupt_is_one_sentence(tmp_path: Path, command: str, number: int)
     assert (process.returncode, output, errors) == (1, "", INTERRUPTED[command])
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_in_code_that_is_made_at_run_time_is_caught_too(tmp_path: Path, number: int) -> None:
+    """CPython ends `python -m` by SIGINT once a KeyboardInterrupt has passed through `exec`, though it was caught."""
+    (tmp_path / "interrupted.py").write_text(
+        "import os, sys\nfrom shards.errors import run_command\n"
+        f"sys.exit(run_command(lambda: exec('os.kill(os.getpid(), {int(number)})')))\n"
+    )
+    process = start("interrupted", tmp_path)
+    assert (process.communicate()[1], process.returncode) == ("interrupted\n", 1)
+
+
 @pytest.mark.parametrize("command", ["shards stats cache", "shards verify cache", "shards stats cache --json"])
 def test_a_reader_that_has_gone_is_no_failure_to_tell_of(tmp_path: Path, command: str) -> None:
     write_cache(tmp_path / "cache", RunConfig.load(write_config(tmp_path / "tiny.toml")))

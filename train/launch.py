@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, ProcessF
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from shards.errors import EXIT_FAILED, RunError
+from shards.errors import EXIT_FAILED, Interrupted, RunError
 from train.checkpoint import checkpoint_step, latest_checkpoint
 from train.interrupt import GRACE_S
 from train.ranks import EXIT_PEER_LOST
@@ -37,7 +37,7 @@ ENDS = {
 def run_workers(arguments: Sequence[str], run: Path, *, num_workers: int) -> int:
     """Start the workers, wait for them, and return the exit code; what the first that failed left to say was said.
 
-    Raises RunError when a worker could not say why it ended, and KeyboardInterrupt when all were stopped before there
+    Raises RunError when a worker could not say why it ended, and Interrupted when all were stopped before there
     was anything to save. Each is a fresh interpreter, not a fork of this one.
     """
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
@@ -76,7 +76,7 @@ class HandedOn:
     """Signals to the launcher, handed on to its workers as SIGTERM: they save and stop, however long that takes.
 
     The agent by itself would kill them after 30 seconds (up to torch 2.11 that can't be changed). Before there are
-    workers a signal raises KeyboardInterrupt.
+    workers a signal raises Interrupted.
     """
 
     def __init__(self, agent: LocalElasticAgent) -> None:
@@ -91,7 +91,7 @@ class HandedOn:
         self.received = True
         process_ids = [worker.id for worker in self.agent.get_worker_group().workers if worker.id is not None]
         if not process_ids:
-            raise KeyboardInterrupt
+            raise Interrupted
         for process_id in process_ids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGTERM)
@@ -102,7 +102,7 @@ def _conclude(failures: Mapping[int, ProcessFailure], run: Path, *, was_asked_to
     effects = {-signal.SIGTERM, EXIT_PEER_LOST}
     causes = {rank: failure for rank, failure in failures.items() if failure.exitcode not in effects}
     if was_asked_to_stop and not causes:
-        raise KeyboardInterrupt
+        raise Interrupted
     rank, failure = min((causes or failures).items(), key=lambda item: (item[1].timestamp, item[0]))
     if os.path.isfile(failure.error_file):
         print(failure.message, file=sys.stderr)

@@ -31,7 +31,7 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    local_process_ids: tuple[int, ...]  # of all ranks on this machine
+    local_process_ids: tuple[int, ...] = ()  # of the ranks on this machine that may be waited for
 
     @classmethod
     def join(cls) -> Self:

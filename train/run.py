@@ -5,7 +5,7 @@ Everything that can be refused was refused by the launcher (train/__main__.py); 
 
 import os
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from train.config import RunConfig
 from train.feed import Feed
 from train.heldout import evaluate
 from train.interrupt import Interrupt
+from train.lock import locked
 from train.metrics import summarise
 from train.order import RowOrder
 from train.progress import Progress
@@ -64,7 +65,10 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
     heldout_rows = range(plan.num_train_rows, plan.num_rows)
     interrupt = Interrupt(ranks)
     ranks.barrier()  # from here on all save when they are asked to stop
-    with closing(Progress(num_steps=num_steps, first_step=first_step, enabled=ranks.is_first)) as progress:
+    with (
+        locked(run) if ranks.is_first else nullcontext(),
+        closing(Progress(num_steps=num_steps, first_step=first_step, enabled=ranks.is_first)) as progress,
+    ):
         progress.say(f"training on {describe(ranks)}: steps {first_step}..{num_steps}, γ {config.gamma:g}, run {run}")
         clock = IntervalClock(first_step)
         for k in range(first_step, num_steps):

@@ -58,20 +58,18 @@ def run_rank(arguments: argparse.Namespace) -> None:
     import torch
 
     from train.gpus import claim_gpu, find_gpus
-    from train.lock import locked, refuse_if_locked
+    from train.lock import refuse_if_locked
     from train.preflight import preflight
     from train.ranks import EXIT_PEER_LOST, PeerLostError
     from train.run import train
 
     claim_gpu(find_gpus(config.train))
-    writes = os.environ["RANK"] == "0"
-    if writes:
+    if os.environ["RANK"] == "0":
         refuse_if_locked(arguments.run)
     world_size = int(os.environ["WORLD_SIZE"])
     begin = preflight(config, arguments.cache, arguments.run, world_size=world_size, resume=arguments.resume)
     try:
-        with locked(arguments.run) if writes else contextlib.nullcontext():
-            train(config, arguments.cache, arguments.run, begin.checkpoint)
+        train(config, arguments.cache, arguments.run, begin.checkpoint)
     except CacheError as error:  # damaged under the run: no longer a matter of usage
         raise RunError(str(error)) from error
     except torch.OutOfMemoryError as error:
