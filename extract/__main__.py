@@ -7,14 +7,13 @@ imported late, so that help, mistakes and finished caches are answered at once.
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from extract.check import check
 from extract.job import Job
-from shards.errors import EXIT_FAILED, run_command
+from shards.errors import run_command
 
 DESCRIPTION = "Run a target over the data and store its hidden states, as the configuration file says."
 EPILOG = """\
@@ -25,12 +24,7 @@ Exit codes: 0 complete; 1 failed or interrupted, the same command continues; 2 w
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        return run_command(lambda: start(arguments))
-    except KeyboardInterrupt:
-        print("interrupted, run again to continue", file=sys.stderr)
-        return EXIT_FAILED
+    return run_command(lambda: start(arguments), interrupted="interrupted, run again to continue")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

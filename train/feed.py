@@ -11,6 +11,7 @@ import torch
 
 from shards.reader import CacheReader
 from train.order import NO_ROW
+from train.runtime import wait_for
 from train.staging import StagedRows
 
 NUM_SLOTS = 2
@@ -83,7 +84,7 @@ class DeviceTransfer:
     def next_slot(self) -> StagedRows:
         """The slot of two loads ago, once its rows have left it."""
         index = self.turn % NUM_SLOTS
-        self.sent[index].synchronize()
+        wait_for(self.sent[index])
         return self.slots[index]
 
     def send(self) -> None:

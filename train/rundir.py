@@ -17,6 +17,7 @@ from shards.errors import UsageError
 from shards.manifest import Identity
 from train.checkpoint import latest_checkpoint
 from train.config import RunConfig
+from train.lock import LOCK_FILE
 
 RUN_CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
@@ -44,7 +45,7 @@ def begin_or_continue(run: Path, config: RunConfig, identity: Identity, *, resum
         return None
     if not run.is_dir() or not os.access(run, os.W_OK):
         raise UsageError(f"{run} is not a directory that can be written to: --run names another")
-    if not any(run.iterdir()):
+    if not any(path.name != LOCK_FILE for path in run.iterdir()):
         return None
     if not resume:
         raise UsageError(f"{run} is not empty: --resume continues the run in it, --run names another directory")
