@@ -2,12 +2,13 @@
 
 zarr can read every array too, but starts threads that stay and copies twice. Here a row is a few `preadv` calls whose
 destinations are the caller's memory, with the crc32c of every chunk checked on the way. Imports neither zarr nor torch.
-Reading ahead of the caller is left to the kernel.
+Reading ahead of the caller is the kernel's part: `advise` says which row comes next, `forget` which one is done with.
 """
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -30,6 +31,9 @@ from shards.schema import (
 )
 
 EMPTY_CHUNK = 2**64 - 1  # zarr's offset and length of a chunk that has no bytes
+# Linux cuts what it is asked to read ahead to the device's largest request and says nothing. None is smaller than this.
+READAHEAD_BYTES = 128 << 10
+SLOT_ARRAYS = ("input_ids", "position_ids", "document_ids", "loss_mask")  # of those, what a trainer needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,19 @@ class ArrayFile:
             if stop == len(offsets) or offsets[stop] != offsets[stop - 1] + spec.chunk_stride:
                 self._read_adjacent(row, range(start, stop), chunks)
                 start = stop
+
+    def advise(self, row: int) -> None:
+        """Ask the kernel to read `row`, counted in the shard, into the file cache."""
+        for start in self._offsets[row]:
+            stop = start + self.spec.chunk_stride
+            for piece in range(start, stop, READAHEAD_BYTES):
+                num_bytes = min(READAHEAD_BYTES, stop - piece)
+                os.posix_fadvise(self._descriptor, piece, num_bytes, os.POSIX_FADV_WILLNEED)
+
+    def forget(self, row: int) -> None:
+        """Tell the kernel that the file cache need not keep `row`, counted in the shard."""
+        for start in self._offsets[row]:
+            os.posix_fadvise(self._descriptor, start, self.spec.chunk_stride, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -171,30 +188,36 @@ class CacheReader:
 
     def read_row(self, row: int, layers: Sequence[int], out: RowBuffers) -> None:
         """Fill `out` with `row`; raise CacheError if any of it is not as it was written."""
-        plan, stored = self.manifest.plan, self.manifest.cache.layers
-        if not 0 <= row < plan.num_rows:
-            raise ValueError(f"row is {row}, the cache has rows 0..{plan.num_rows - 1}")
-        if not set(layers) <= set(stored):
-            raise CacheError(f"{self.cache} has the layers {list(stored)}, asked for {list(layers)}")
-        shard, row_in_shard = divmod(row, plan.rows_per_shard)
-        destinations = {
-            ROW_IDS: self._row_id,
-            "input_ids": out.input_ids,
-            "position_ids": out.position_ids,
-            "document_ids": out.document_ids,
-            "loss_mask": out.loss_mask,
-            **{hidden_name(layer): codes_TH for layer, codes_TH in zip(layers, out.codes, strict=True)},
-        }
-        if self._has_scales:
-            for layer, scales_TG in zip(layers, out.scales, strict=True):
-                destinations[scales_name(hidden_name(layer))] = scales_TG
-        try:
-            for name, destination in destinations.items():
+        slots = (getattr(out, name) for name in SLOT_ARRAYS)
+        scales = out.scales if self._has_scales else ()
+        destinations = (self._row_id, *slots, *out.codes, *scales)
+        names = self._names(row, layers)
+        shard, row_in_shard = divmod(row, self.manifest.plan.rows_per_shard)
+        with self._blame():
+            for name, destination in zip(names, destinations, strict=True):
                 self._array(shard, name).read_row(row_in_shard, destination)
             if self._row_id != row:
                 raise CacheError(f"{shard_name(shard)} has row {self._row_id} in the place of row {row}")
-        except CacheError as error:
-            raise CacheError(f"{error}: run `python -m shards verify {self.cache}`") from None
+
+    def advise(self, row: int, layers: Sequence[int]) -> None:
+        """Ask the kernel to read `row` ahead, so that `read_row` of it will find it in memory.
+
+        Returns when the requests are made, which takes 10 to 20 µs for each 128 kB; a full disk queue delays it. A file
+        system may ignore them.
+        """
+        names = self._names(row, layers)
+        shard, row_in_shard = divmod(row, self.manifest.plan.rows_per_shard)
+        with self._blame():
+            for name in names:
+                self._array(shard, name).advise(row_in_shard)
+
+    def forget(self, row: int, layers: Sequence[int]) -> None:
+        """Let the kernel drop `row` from memory: for caches that are larger, where it would push out what is needed."""
+        names = self._names(row, layers)
+        shard, row_in_shard = divmod(row, self.manifest.plan.rows_per_shard)
+        with self._blame():
+            for name in names:
+                self._array(shard, name).forget(row_in_shard)
 
     def close(self) -> None:
         while self._files:
@@ -205,6 +228,24 @@ class CacheReader:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @contextmanager
+    def _blame(self) -> Iterator[None]:
+        try:
+            yield
+        except CacheError as error:
+            raise CacheError(f"{error}: run `python -m shards verify {self.cache}`") from None
+
+    def _names(self, row: int, layers: Sequence[int]) -> list[str]:
+        """The arrays that `row` is read from: row ids, slots, codes, scales."""
+        plan, stored = self.manifest.plan, self.manifest.cache.layers
+        if not 0 <= row < plan.num_rows:
+            raise ValueError(f"row is {row}, the cache has rows 0..{plan.num_rows - 1}")
+        if not set(layers) <= set(stored):
+            raise CacheError(f"{self.cache} has the layers {list(stored)}, asked for {list(layers)}")
+        codes = [hidden_name(layer) for layer in layers]
+        scales = [scales_name(name) for name in codes] if self._has_scales else []
+        return [ROW_IDS, *SLOT_ARRAYS, *codes, *scales]
 
     def _array(self, shard: int, name: str) -> ArrayFile:
         if (shard, name) in self._files:
