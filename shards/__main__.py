@@ -108,9 +108,7 @@ def merge_command(options: argparse.Namespace) -> None:
     made = merge(options.destination, options.sources, different_data=options.different_data)
     lines = [_describe_made(options, made)]
     if made["repeated_documents"]:
-        lines.append(
-            f"note: {made['repeated_documents']:,} documents come from more than one source: they are repeated"
-        )
+        lines.append(f"note: {made['repeated_documents']:,} documents are repeated: more than one source has them")
     _report(options, made, lines)
 
 
