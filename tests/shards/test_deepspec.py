@@ -1,4 +1,4 @@
-"""Imports from DeepSpec: every sample's states where its tokens are; damage and mismatches are refused with their place."""
+"""Imports from DeepSpec: states are where their tokens are; damage and mismatches are refused with their place."""
 
 import hashlib
 import json
@@ -107,7 +107,9 @@ def likes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for codec in CODECS:
         paths[codec] = tmp_path_factory.mktemp("likes") / "like"
         shape = replace(SHAPE, codec=codec)
-        start_cache(paths[codec], shape, make_plan(shape))
+        manifest = make_manifest(shape, make_plan(shape))
+        manifest = replace(manifest, cache=replace(manifest.cache, shard_bytes=50_000))  # a row or two
+        start_cache(paths[codec], shape, make_plan(shape), manifest)
     return paths
 
 
@@ -195,7 +197,8 @@ def test_states_that_are_not_finite_go_to_quarantine(likes: dict[str, Path], tmp
     assert made["quarantined_documents"] == 1
     assert faults(tmp_path / "cache") == []
     manifest = Manifest.read(tmp_path / "cache")
-    (entry,) = (e for s in range(manifest.plan.num_shards) for e in ShardRecord.read(tmp_path / "cache", manifest, s).quarantined)  # fmt: skip # noqa: E501
+    shards = range(manifest.plan.num_shards)
+    (entry,) = (e for shard in shards for e in ShardRecord.read(tmp_path / "cache", manifest, shard).quarantined)
     assert (entry.layer, entry.position) == (6, 30)
     assert np.load(tmp_path / "cache/plan/document_record.npy")[entry.document] == 1
 
@@ -230,7 +233,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "odd size": (lambda s: edit(s / "manifest.json", lambda m: m.update(hidden_size="64")), "lacks target_layer_ids"),
     "another count": (
         lambda s: edit(s / "manifest.json", lambda m: m.update(num_samples=9)),
-        "num_samples 9, the index",
+        "num_samples 9",
     ),
     "no index": (lambda s: (s / "samples.idx").unlink(), "samples.idx cannot be read"),
     "index cut": (lambda s: os.truncate(s / "samples.idx", 100), "no multiple of 56"),
