@@ -63,7 +63,7 @@ def _read(cache: Path, manifest: Manifest) -> States:
 
 
 def _gone(job: Job, manifest: Manifest) -> list[str]:
-    """The parts that have gone from where they were when the cache was made, and where the configuration still has them."""
+    """The parts that have gone from where they were when the cache was made and where the config still has them."""
     gone = []
     for part, paths, recorded in (
         ("data", job.data.files, manifest.data.files),
