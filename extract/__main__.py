@@ -29,8 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # all is said and done
-        print("interrupted, run again to continue", file=sys.stderr)
-        return EXIT_FAILED
+        print("interrupted, run again to continue", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(EXIT_FAILED)  # where an `exec` was interrupted, Python would end by sending SIGINT to itself
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -40,7 +40,6 @@ def compute_identity(folder: Path, tokenizer: PreTrainedTokenizerBase, data_file
 
 def check_data(job: Job, manifest: Manifest) -> None:
     """Raise CacheError if the data is not what the cache of `job` was made from."""
-    print("extract: hashing the data", flush=True)
     where = f"data.files {list(job.data.files)}"
     _check("data", manifest.identity.data, hash_data(job.data.files), where, job.directory)
 
@@ -52,7 +51,7 @@ def check_target(job: Job, manifest: Manifest, *, weights: bool = True) -> None:
     _check("chat template", made_with.chat_template, hash_template(tokenizer), where, job.directory)
     _check("tokenizer", made_with.tokenizer, hash_tokenizer(folder, tokenizer), where, job.directory)
     if weights:
-        print(f"extract: hashing {folder}", flush=True)
+        print(f"extract: hashing {folder}, which was not read before or has changed", flush=True)
         _check("target's config.json or weights", made_with.target, hash_target(folder), where, job.directory)
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ def _interruptible() -> Iterator[None]:
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *TERMINATING)}
     signal.signal(signal.SIGINT, interrupt)
+    resource_tracker.ensure_running()  # which unblocks SIGINT in this thread, and is started before the first worker
     threading.Thread(target=signal.pause, daemon=True).start()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:

@@ -26,10 +26,11 @@ def file_states(job: Job) -> States:
     return {part: _states(files) for part, files in paths.items()}
 
 
-def check_sources(job: Job, manifest: Manifest, *, needed: bool = True) -> None:
+def check_sources(job: Job, manifest: Manifest, *, needed: bool = True, weights: bool = True) -> None:
     """Raise CacheError naming what is not that which the cache of `job` was made from, UsageError if it isn't there.
 
     Unless it is `needed`, what has gone since then from where the manifest says it was is passed over, and said to be.
+    Without `weights` these are not read, and nothing is remembered.
     """
     states = file_states(job)
     if not needed:
@@ -40,9 +41,12 @@ def check_sources(job: Job, manifest: Manifest, *, needed: bool = True) -> None:
     if changed:
         from extract.identity import check_data, check_target  # imports transformers
 
-        for part in changed:
-            (check_data if part == "data" else check_target)(job, manifest)
-        remember_sources(job, manifest, seen | states)
+        if "data" in changed:
+            check_data(job, manifest)
+        if "target" in changed:
+            check_target(job, manifest, weights=weights)
+        if weights:
+            remember_sources(job, manifest, seen | states)
 
 
 def remember_sources(job: Job, manifest: Manifest, states: States) -> None:
