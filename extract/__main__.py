@@ -7,11 +7,11 @@ imported late, so that help, mistakes, interrupts and finished caches are answer
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from extract.interrupt import Interrupted, listen, stop_listening
 from shards.errors import EXIT_FAILED, run_command
 
 DESCRIPTION = "Run a target over the data and store its hidden states, as the configuration file says."
@@ -23,15 +23,13 @@ Exit codes: 0 complete; 1 failed or interrupted, the same command continues; 2 w
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    listen()
     try:
         return run_command(lambda: start(parse_arguments(argv)))
-    except KeyboardInterrupt:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # all is said and done
-        print("interrupted, run again to continue", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(EXIT_FAILED)  # where an `exec` was interrupted, Python would end by sending SIGINT to itself
+    except Interrupted:
+        stop_listening()
+        print("interrupted, run again to continue", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from extract.config import ExtractConfig
+from extract.interrupt import Interrupted
 from extract.job import Job
 from extract.worker import work
 from shards.errors import CacheError, RunError, UsageError
@@ -67,23 +68,21 @@ def launch(job: Job, missing: Sequence[int], gpus: Sequence[str]) -> None:
         with _interruptible():
             elastic_launch(config, _worker)(job, missing, gpus)
     except SignalException:
-        raise KeyboardInterrupt from None
+        raise Interrupted from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise RunError(
-            f"worker {rank} failed: {_describe(failure.message)}; published shards are kept, the same command continues"
-        ) from None
+        raise RunError(f"worker {rank} failed: {_describe(failure.message)}") from None
 
 
 def _describe(message: str | dict[str, Any]) -> str:
-    """What a worker died of. The traceback goes to stderr, unless the error is a message to the user."""
-    if isinstance(message, str):
-        return message
-    kind, _, sentence = message["message"].partition(": ")
-    if kind in EXPECTED:
-        return sentence
-    print(message["extraInfo"]["py_callstack"], file=sys.stderr)
-    return message["message"]
+    """What a worker died of. Its traceback goes to stderr, unless the error is a message to the user."""
+    if isinstance(message, dict):
+        kind, _, sentence = message["message"].partition(": ")
+        if kind in EXPECTED:
+            return sentence
+        print(message["extraInfo"]["py_callstack"], file=sys.stderr)
+        message = message["message"]
+    return f"{message}; published shards are kept, the same command continues"
 
 
 @contextlib.contextmanager
