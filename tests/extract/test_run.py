@@ -85,10 +85,8 @@ def test_the_same_again_gives_the_same_bytes(project: Path, copy: Path, monkeypa
     assert not (job.directory / COMPLETE_FILE).exists()
     extract_here(job, monkeypatch)
     first, second = files_of(project / "cache"), files_of(copy / "cache")
-    assert {name for name in first if first[name] != second.get(name)} <= {
-        "manifest.json",
-        SEEN_FILE,
-    }  # which have paths
+    with_paths = {"manifest.json", SEEN_FILE}
+    assert {name for name in first if first[name] != second.get(name)} <= with_paths
     assert first.keys() == second.keys()
 
 
