@@ -72,7 +72,7 @@ class CacheConfig:
 
     row_tokens: int  # T: token slots of a row
     layers: tuple[int, ...]  # 0-based decoder layers whose outputs are stored
-    codec: Literal["bf16", "int8", "int4"] = "bf16"
+    codec: Literal["bf16", "int8", "int4", "bf16+zstd"] = "bf16"
     final_hidden: bool = False  # also store the last hidden state, after the final norm
     shard_bytes: int = 1 << 30  # aim for the size of a shard; at least one row
 

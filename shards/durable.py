@@ -31,6 +31,11 @@ def temporary_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
 
 
+def sync_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable (a rename is only that once its directory is synced)."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -44,6 +49,5 @@ def sync_tree(directory: Path) -> None:
     """Make every file and every name below `directory` durable."""
     for parent, _, names in os.walk(directory, topdown=False):
         for name in names:
-            with open(Path(parent, name), "rb") as file:
-                os.fsync(file.fileno())
+            sync_file(Path(parent, name))
         sync_directory(Path(parent))

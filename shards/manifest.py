@@ -123,9 +123,10 @@ class Manifest:
             made_with, wanted = to_json(getattr(self, name)), to_json(section)
             for key in wanted:
                 if key not in NOT_IDENTITY[name] and made_with[key] != wanted[key]:
+                    other = "`python -m shards recode` it" if key == "codec" else "extract into another directory"
                     raise CacheError(
                         f"{where} was made with {name}.{key} = {made_with[key]!r}, the config says {wanted[key]!r}: "
-                        "use the config it was made with, or extract into another directory"
+                        f"use the config it was made with, or {other}"
                     )
 
 

@@ -1,38 +1,36 @@
 """Writing a cache so that nothing half-written is ever read, and whatever a crash leaves behind does no harm.
 
 Everything is written into a hidden directory beside its place, made durable, and renamed: first plan/ and target/, then
-the manifest, then shards in any order, by any number of processes. Arrays are encoded by zarr; this module owns names,
-metadata, checksums and order. A shard is written once and whole, never changed.
+the manifest, then shards in any order, by any number of processes. A shard is written once and whole, never changed.
+Its rows come one at a time, so that memory does not depend on its size; array_writer.py puts them where they belong.
 """
 
 import contextlib
 import dataclasses
 import errno
-import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import zarr
 
-from shards.codec import CODECS, Codec, Encoded
-from shards.config import CHUNK_TOKENS
-from shards.durable import json_text, sync_directory, sync_tree, temporary_beside, write_json
+from shards.array_writer import ArrayWriter, write_metadata
+from shards.codec import CODECS, Encoded
+from shards.durable import json_text, sync_directory, sync_file, sync_tree, temporary_beside, write_json
 from shards.errors import CacheError, RunError, UsageError
 from shards.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest
-from shards.record import FileRecord, Quarantined, ShardRecord, Statistics
+from shards.record import FileRecord, Quarantined, ShardRecord, StateSums
 from shards.schema import (
     FINAL_HIDDEN,
     LOST_AND_FOUND,
     NO_DOCUMENT,
     PLAN_DIRECTORY,
+    ROW_IDS,
     SHARD_FILE,
     TARGET_DIRECTORY,
-    ZARR_FILE,
     ArraySpec,
     file_names,
     group_metadata,
@@ -44,10 +42,20 @@ from shards.schema import (
     shard_name,
 )
 
+SLOT_ARRAYS = ("input_ids", "position_ids", "document_ids", "loss_mask", "source_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRow:
+    """One row, as it is to be stored. Padding slots and documents in quarantine hold zero codes."""
+
+    arrays: dict[str, np.ndarray]  # every array of the shard by its name, without the row axis
+    quarantined: tuple[Quarantined, ...] = ()  # documents of this row
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRows:
-    """The rows of one shard, as they are to be stored. Padding slots and documents in quarantine hold zero codes."""
+    """All rows of one shard, for whoever has them in memory: an iterable of `ShardRow`."""
 
     row_ids: np.ndarray  # int64 [R]
     input_ids: np.ndarray  # int32 [R, T]
@@ -63,14 +71,16 @@ class ShardRows:
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """By the name under which each is stored."""
-        slots = ("row_ids", "input_ids", "position_ids", "document_ids", "loss_mask", "source_ids")
-        return {name: getattr(self, name) for name in slots} | self.states | self.scales
-
-    @property
-    def states(self) -> dict[str, np.ndarray]:
-        """The arrays of codes, by the name under which each is stored."""
+        states = {hidden_name(layer): codes for layer, codes in self.hidden.items()}
         final = {} if self.final_hidden is None else {FINAL_HIDDEN: self.final_hidden}
-        return {hidden_name(layer): codes for layer, codes in self.hidden.items()} | final
+        return {name: getattr(self, name) for name in (ROW_IDS, *SLOT_ARRAYS)} | states | final | self.scales
+
+    def __iter__(self) -> Iterator[ShardRow]:
+        for row in range(len(self.row_ids)):
+            yield ShardRow(
+                arrays={name: values[row] for name, values in self.arrays.items()},
+                quarantined=tuple(entry for entry in self.quarantined if entry.document in self.document_ids[row]),
+            )
 
 
 def check_vacant(cache: Path) -> None:
@@ -129,23 +139,17 @@ def publish_cache(cache: Path, staging: Path, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def write_shard(cache: Path, manifest: Manifest, shard: int, rows: ShardRows) -> bool:
+def write_shard(cache: Path, manifest: Manifest, shard: int, rows: Iterable[ShardRow]) -> bool:
     """Write and publish one shard; False if it was there already, or another process published it first.
 
-    The bytes depend on the arguments only. Raises ValueError for rows that break the format, RunError if the disk does
-    not take them.
+    The bytes depend on the arguments only. `rows` is not looked at if the shard is there. Raises ValueError for rows
+    that break the format, RunError if the disk does not take them.
     """
-    arrays = shard_arrays(manifest, shard)
-    _check_rows(rows, arrays, manifest.plan.shard_rows(shard))
     destination = cache / shard_name(shard)
     if destination.exists():
         return False
     with _staging(destination) as directory:
-        for name in group_names(arrays):
-            _write_metadata(directory / name, group_metadata())
-        for name, values in rows.arrays.items():
-            _write_array(directory, arrays[name], values)
-        record = _record(directory, shard, rows, CODECS[manifest.cache.codec])
+        record = _write_arrays(directory, manifest, shard, rows)
         (directory / SHARD_FILE).write_text(json_text(record.to_json()), encoding="utf-8")
         sync_tree(directory)
         return _publish(directory, destination)
@@ -162,75 +166,69 @@ def mark_complete(cache: Path, manifest: Manifest) -> bool:
     return True
 
 
-def _check_rows(rows: ShardRows, arrays: dict[str, ArraySpec], row_ids: range) -> None:
-    """Raise ValueError unless `rows` are what FORMAT.md says of a shard."""
-    if rows.arrays.keys() != arrays.keys():
-        raise ValueError(f"the shard's arrays are {list(rows.arrays)}, the cache stores {list(arrays)}")
-    for name, values in rows.arrays.items():
-        if values.dtype != arrays[name].dtype or values.shape != arrays[name].shape:
-            raise ValueError(
-                f"{name} is {values.dtype} {values.shape}, expected {arrays[name].dtype} {arrays[name].shape}"
-            )
-    if rows.row_ids.tolist() != list(row_ids):
-        raise ValueError(f"the shard's rows are {rows.row_ids.tolist()}, the plan says {list(row_ids)}")
-    padding_RT = rows.document_ids == NO_DOCUMENT
-    for name in ("input_ids", "position_ids", "loss_mask", "source_ids"):
-        if rows.arrays[name][padding_RT].any():
-            raise ValueError(f"{name} is not 0 in every padding slot")
-    unmeasured_RT = ~_measured_slots(rows)
-    if rows.loss_mask[unmeasured_RT].any():
-        raise ValueError("loss_mask is not 0 in every document in quarantine")
-    for name, stored_RTH in (rows.states | rows.scales).items():
-        if stored_RTH[unmeasured_RT].any():
-            raise ValueError(f"{name} is not 0 in every padding slot and every document in quarantine")
-
-
-def _measured_slots(rows: ShardRows) -> np.ndarray:
-    """bool [R, T]: the slots whose codes are hidden states."""
-    without_states = [NO_DOCUMENT, *(entry.document for entry in rows.quarantined)]
-    return ~np.isin(rows.document_ids, without_states)
-
-
-def _write_array(directory: Path, spec: ArraySpec, values: np.ndarray) -> None:
-    _write_metadata(directory / spec.name, spec.zarr_metadata())
-    # Without this zarr leaves out chunks of zeros, and padding would have no bytes and no checksum.
-    with zarr.config.set({"array.write_empty_chunks": True}):
-        zarr.open_array(directory / spec.name, mode="r+", zarr_format=3)[...] = values
-
-
-def _write_metadata(directory: Path, metadata: dict[str, Any]) -> None:
-    """Write zarr.json ourselves, so that its bytes do not depend on zarr's version."""
-    directory.mkdir(exist_ok=True)
-    (directory / ZARR_FILE).write_text(json_text(metadata), encoding="utf-8")
-
-
-def _record(directory: Path, shard: int, rows: ShardRows, codec: Codec) -> ShardRecord:
-    measured_RT = _measured_slots(rows)
+def _write_arrays(directory: Path, manifest: Manifest, shard: int, rows: Iterable[ShardRow]) -> ShardRecord:
+    """Write all files of a shard but its record, which is returned; make the files durable, but not their names."""
+    arrays = shard_arrays(manifest, shard)
+    for name in group_names(arrays):
+        write_metadata(directory / name, group_metadata())
+    sums = {name: StateSums(CODECS[manifest.cache.codec]) for name, spec in arrays.items() if spec.holds_states}
+    num_measured_tokens = 0
+    quarantined: list[Quarantined] = []
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor())  # arrays are independent, and one thread is slower than a disk
+        writers = {name: stack.enter_context(ArrayWriter(directory, spec)) for name, spec in arrays.items()}
+        for i, (row_id, row) in enumerate(zip(manifest.plan.shard_rows(shard), rows, strict=True)):
+            num_measured_tokens += _check_row(row, arrays, row_id)
+            quarantined += row.quarantined
+            _write_row(i, row, writers, sums, pool)
+        list(pool.map(ArrayWriter.write_index, writers.values()))
+        names = file_names(directory)
+        records = list(pool.map(_sync_and_record, [directory / name for name in names]))
     return ShardRecord(
         shard=shard,
-        num_measured_tokens=int(np.count_nonzero(measured_RT)),
-        statistics={name: _measure(name, rows, measured_RT, codec) for name in rows.states},
-        quarantined=rows.quarantined,
-        files={name: FileRecord.of(directory / name) for name in file_names(directory)},
+        num_measured_tokens=num_measured_tokens,
+        statistics={name: of.statistics(name, num_measured_tokens) for name, of in sums.items()},
+        quarantined=tuple(quarantined),
+        files=dict(zip(names, records, strict=True)),
     )
 
 
-def _measure(name: str, rows: ShardRows, measured_RT: np.ndarray, codec: Codec) -> Statistics:
-    """In pieces of one chunk, so that the float64 copies stay small; the order of summation is fixed."""
-    codes_RTH = rows.states[name]
-    scales_RTG = rows.scales.get(scales_name(name))
-    num_values, sum_of_squares, max_abs = 0, 0.0, 0.0
-    for row, measured_T in enumerate(measured_RT):
-        for start in range(0, len(measured_T), CHUNK_TOKENS):
-            tokens = row, start + np.flatnonzero(measured_T[start : start + CHUNK_TOKENS])
-            scales = None if scales_RTG is None else scales_RTG[tokens]
-            values = codec.decode_stored(Encoded(codes_RTH[tokens], scales))
-            num_values += values.size
-            sum_of_squares += float(np.square(values, dtype=np.float64).sum())
-            max_abs = max(max_abs, float(np.abs(values).max(initial=0.0)))
-    if not math.isfinite(sum_of_squares):
-        raise ValueError(f"{name} has values that are not finite outside of quarantine")
-    return Statistics(rms=math.sqrt(sum_of_squares / max(1, num_values)), max_abs=max_abs)
+def _write_row(
+    i: int, row: ShardRow, writers: dict[str, ArrayWriter], sums: dict[str, StateSums], pool: ThreadPoolExecutor
+) -> None:
+    def write(name: str) -> None:
+        writers[name].write_row(i, row.arrays[name])
+        if name in sums:
+            sums[name].add(Encoded(row.arrays[name], row.arrays.get(scales_name(name))))
+
+    list(pool.map(write, row.arrays))  # a list, so that what was raised in a thread is raised here
+
+
+def _check_row(row: ShardRow, arrays: dict[str, ArraySpec], row_id: int) -> int:
+    """The number of slots with hidden states. Raises ValueError unless `row` is what FORMAT.md says of one."""
+    if row.arrays.keys() != arrays.keys():
+        raise ValueError(f"row {row_id} has the arrays {list(row.arrays)}, the cache stores {list(arrays)}")
+    for name, values in row.arrays.items():
+        spec = arrays[name]
+        if values.dtype != spec.dtype or values.shape != spec.row_shape:
+            raise ValueError(f"{name} is {values.dtype} {values.shape}, expected {spec.dtype} {spec.row_shape}")
+    if row.arrays[ROW_IDS] != row_id:
+        raise ValueError(f"row {row.arrays[ROW_IDS]} comes in the place of row {row_id}")
+    document_ids_T = row.arrays["document_ids"]
+    padding_T = document_ids_T == NO_DOCUMENT
+    for name in ("input_ids", "position_ids", "source_ids"):
+        if row.arrays[name][padding_T].any():
+            raise ValueError(f"{name} of row {row_id} is not 0 in every padding slot")
+    without_states_T = padding_T | np.isin(document_ids_T, [entry.document for entry in row.quarantined])
+    for name in row.arrays.keys() - {ROW_IDS, "input_ids", "position_ids", "document_ids", "source_ids"}:
+        if row.arrays[name][without_states_T].any():
+            raise ValueError(f"{name} of row {row_id} is not 0 in every padding slot and document in quarantine")
+    return int(np.count_nonzero(~without_states_T))
+
+
+def _sync_and_record(path: Path) -> FileRecord:
+    sync_file(path)
+    return FileRecord.of(path)
 
 
 @contextlib.contextmanager

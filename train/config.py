@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
+from shards.codec import CODECS
 from shards.config import (
     CacheConfig,
     ConfigFile,
@@ -175,6 +176,11 @@ class RunConfig:
         check_layers("drafter.target_layer_ids", self.drafter.target_layer_ids, self.target)
         check_layers("cache.layers", self.cache.layers, self.target)
         check_codec(self.cache, self.target)
+        if CODECS[self.cache.codec].is_compressed:
+            raise UsageError(
+                f"cache.codec {self.cache.codec!r} is for archives and transport: recode first, with "
+                "`python -m shards recode CACHE DEST --codec bf16`"
+            )
         missing = [layer for layer in self.drafter.target_layer_ids if layer not in self.cache.layers]
         if missing:
             raise UsageError(

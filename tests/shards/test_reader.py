@@ -1,18 +1,23 @@
 """How the reader behaves around its values: buffers, descriptors, threads, imports, what is missing."""
 
 import dataclasses
+import mmap
 import os
 import shutil
 import subprocess
 import sys
+import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.file_cache import drop_from_memory, resident_fraction
 from shards.errors import CacheError
 from shards.manifest import Manifest
 from shards.reader import CacheReader
+from shards.schema import hidden_name, shard_arrays, shard_name
 from tests.shards.caches import CacheShape, allocate, make_cache, make_plan, make_rows
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +106,77 @@ def test_a_file_that_is_cut_while_open_is_refused(cache: Path, tmp_path: Path) -
         os.truncate(tmp_path / "shard-00000/hidden/4/c/0/0/0", 100)
         with pytest.raises(CacheError, match=r"shard-00000 hidden/4: the array file ends at byte 100"):
             reader.read_row(0, [4], out)
+
+
+def test_a_read_allocates_nothing_that_grows_with_the_row(tmp_path: Path) -> None:
+    """What is left is Python's own small objects: lists of views, offsets, strings."""
+    small_objects = 8 << 10
+    shape = CacheShape(num_rows=2, row_tokens=2048, hidden_size=512, codec="int8")
+    out = allocate(make_cache(tmp_path / "cache", shape), 3)
+    assert out.codes.nbytes + out.scales.nbytes > 300 * small_objects
+    with CacheReader(tmp_path / "cache") as reader:
+        for row in range(2):
+            reader.read_row(row, shape.layers, out)  # opens the files
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        for row in [0, 1] * 10:
+            tracemalloc.reset_peak()
+            reader.read_row(row, shape.layers, out)
+            now, peak = tracemalloc.get_traced_memory()
+            assert peak - now < small_objects
+        tracemalloc.stop()
+        assert now - before < small_objects / 8
+
+
+def resident(cache: Path, row: int) -> dict[int, float]:
+    """Share of a row's pages in the file cache, by layer."""
+    manifest = Manifest.read(cache)
+    shard, row_in_shard = divmod(row, manifest.plan.rows_per_shard)
+    found = {}
+    for layer in manifest.cache.layers:
+        spec = shard_arrays(manifest, shard)[hidden_name(layer)]
+        path, stride = cache / shard_name(shard) / spec.file_name, spec.chunk_stride
+        chunks = [resident_fraction(path, start, stride) for start in spec.chunk_offsets()[row_in_shard].tolist()]
+        found[layer] = float(np.mean(chunks))
+    return found
+
+
+def test_rows_come_into_memory_when_advised_and_leave_when_forgotten(tmp_path: Path) -> None:
+    """Only the row and the layers that were named, and all of them: a chunk of 2 MB takes 17 pieces."""
+    shape = CacheShape(num_rows=4, rows_per_shard=4, row_tokens=1024, hidden_size=2048, layers=(1, 4))
+    make_cache(tmp_path, shape)
+    if not drop_from_memory(tmp_path):
+        pytest.skip("this file system keeps its files in memory")
+    # A page at each end of a chunk is shared with its neighbour in the file.
+    shared = 2 * mmap.PAGESIZE / (512 * 2048 * 2)
+    with CacheReader(tmp_path) as reader:
+        out = allocate(reader.manifest, 2)
+        reader.advise(2, [4])
+        for _ in range(10_000):  # the kernel has its requests, and answers them all
+            if resident(tmp_path, 2)[4] == 1:
+                break
+            time.sleep(0.001)
+        assert resident(tmp_path, 2)[4] == 1
+        assert resident(tmp_path, 2)[1] <= shared
+        assert max(resident(tmp_path, 0).values()) <= shared
+        reader.read_row(2, [4, 1], out)
+        assert min(resident(tmp_path, 2).values()) == 1
+        reader.forget(2, [4])
+        assert resident(tmp_path, 2)[4] <= shared
+        assert resident(tmp_path, 2)[1] == 1
+
+
+@pytest.mark.parametrize("method", ["advise", "forget"])
+def test_advice_on_what_is_not_there_is_refused(cache: Path, tmp_path: Path, method: str) -> None:
+    with CacheReader(cache) as reader:
+        with pytest.raises(ValueError, match=r"row is 5, the cache has rows 0\.\.4"):
+            getattr(reader, method)(5, [1])
+        with pytest.raises(CacheError, match=r"has the layers \[1, 4, 6\], asked for \[5\]"):
+            getattr(reader, method)(0, [5])
+    shutil.copytree(cache, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "shard-00001")
+    with CacheReader(tmp_path) as reader, pytest.raises(CacheError, match="shard-00001 is missing: run `python -m sh"):
+        getattr(reader, method)(2, [1])
 
 
 def test_no_directory_is_a_cache_without_a_manifest(tmp_path: Path) -> None:

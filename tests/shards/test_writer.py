@@ -178,17 +178,17 @@ def break_format(rows: ShardRows, how: str) -> ShardRows:
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("row_ids", r"rows are \[1, 2\], the plan says \[0, 1\]"),
-        ("layer", r"arrays are .*, the cache stores .*'hidden/4'"),
-        ("dtype", r"input_ids is int64 \(2, 96\), expected int32 \(2, 96\)"),
-        ("shape", r"hidden/4 is uint16 \(2, 96, 32\), expected uint16 \(2, 96, 64\)"),
-        ("quarantine", "every document in quarantine"),
-        ("codes", "hidden/4 is not 0 in every padding slot"),
+        ("row_ids", "row 1 comes in the place of row 0"),
+        ("layer", r"row 0 has the arrays .*, the cache stores .*'hidden/4'"),
+        ("dtype", r"input_ids is int64 \(96,\), expected int32 \(96,\)"),
+        ("shape", r"hidden/4 is uint16 \(96, 32\), expected uint16 \(96, 64\)"),
+        ("quarantine", "is not 0 in every padding slot and document in quarantine"),
+        ("codes", "hidden/4 of row 0 is not 0 in every padding slot"),
         ("infinity", "hidden/4 has values that are not finite"),
-        ("input_ids", "input_ids is not 0 in every padding slot"),
-        ("position_ids", "position_ids is not 0 in every padding slot"),
-        ("loss_mask", "loss_mask is not 0 in every padding slot"),
-        ("source_ids", "source_ids is not 0 in every padding slot"),
+        ("input_ids", "input_ids of row 0 is not 0 in every padding slot"),
+        ("position_ids", "position_ids of row 0 is not 0 in every padding slot"),
+        ("loss_mask", "loss_mask of row 0 is not 0 in every padding slot"),
+        ("source_ids", "source_ids of row 0 is not 0 in every padding slot"),
     ],
 )
 def test_rows_that_break_the_format_are_refused(tmp_path: Path, how: str, reason: str) -> None:

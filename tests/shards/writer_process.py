@@ -6,6 +6,7 @@ can kill it there. With N = 0 it runs to its end and writes how many times it to
 
 import os
 import sys
+import threading
 from pathlib import Path
 
 from tests.shards.caches import CacheShape, make_cache
@@ -16,13 +17,16 @@ EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 def main(cache: Path, stop_at: int) -> None:
     num_events = 0
+    lock = threading.Lock()
 
     def watch(event: str, _: tuple[object, ...]) -> None:
         nonlocal num_events
-        num_events += event in EVENTS
-        if event in EVENTS and num_events == stop_at:
-            os.write(1, b".")
-            os.read(0, 1)
+        if event in EVENTS:
+            with lock:  # all threads stop together
+                num_events += 1
+                if num_events == stop_at:
+                    os.write(1, b".")
+                    os.read(0, 1)
 
     sys.addaudithook(watch)
     make_cache(cache, SHAPE)

@@ -50,7 +50,8 @@ WRONG_SETTINGS = {  # override → what the sentence must say
     "cache.layers=[1, 2, 3, 4]": "was made with cache.layers = [1, 2, 4], the config says [1, 2, 3, 4]",
     "cache.row_tokens=64": "was made with cache.row_tokens = 48, the config says 64",
     "cache.codec=int8": "target.hidden_size is 16: cache.codec 'int8' needs a multiple of 64",
-    "cache.codec=fp8": "must be one of ['bf16', 'int8', 'int4']",
+    "cache.codec=fp8": "must be one of ['bf16', 'int8', 'int4', 'bf16+zstd']",
+    "cache.codec=bf16+zstd": "is for archives and transport: recode first, with `python -m shards recode",
     "data.holdout_fraction=0.5": "was made with data.holdout_fraction = 0.02, the config says 0.5",
 }
 
