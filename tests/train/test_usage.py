@@ -126,6 +126,85 @@ def test_a_cache_that_lacks_a_shard_is_refused(capsys, copied):
     check_refused(capsys, copied, "lacks 1 of")
 
 
+def swap_shards(cache: Path) -> None:
+    (cache / "shard-00001").rename(cache / "other")
+    (cache / "shard-00002").rename(cache / "shard-00001")
+    (cache / "other").rename(cache / "shard-00002")
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def replace_directory(path: Path, *, by_file: bool) -> None:
+    shutil.rmtree(path)
+    path.write_text("") if by_file else path.mkdir()
+
+
+def flip_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {  # what is done to the cache → what the sentence must say
+    "array file cut short": (
+        lambda cache: truncate(cache / "shard-00001/hidden/4/c/0/0/0"),
+        "shard-00001/hidden/4/c/0/0/0 has 6227 bytes, expected 6228",  # 4·(48·16·2 + crc) + index
+    ),
+    "array missing": (
+        lambda cache: shutil.rmtree(cache / "shard-00001/hidden/1"),
+        "shard-00001/hidden/1/zarr.json cannot be read",
+    ),
+    "array file missing": (
+        lambda cache: (cache / "shard-00001/row_ids/c/0").unlink(),
+        "shard-00001/row_ids/c/0 cannot be read: No such file",
+    ),
+    "array of another shape": (
+        lambda cache: shutil.copy(cache / "shard-00003/row_ids/zarr.json", cache / "shard-00001/row_ids/zarr.json"),
+        "shard-00001/row_ids/zarr.json is not that of the array",
+    ),
+    "shards swapped": (swap_shards, "shard-00001/shard.json is not that of shard 1"),
+    "empty directory": (
+        lambda cache: replace_directory(cache / "shard-00001", by_file=False),
+        "shard-00001/shard.json cannot be read",
+    ),
+    "a file for a shard": (
+        lambda cache: replace_directory(cache / "shard-00001", by_file=True),
+        "shard-00001/shard.json cannot be read",
+    ),
+    "shard.json is garbage": (
+        lambda cache: (cache / "shard-00001/shard.json").write_bytes(b"\xff{"),
+        "shard-00001/shard.json cannot be read",
+    ),
+    "shard.json is a list": (
+        lambda cache: (cache / "shard-00001/shard.json").write_text("[]"),
+        "shard-00001/shard.json is not that of shard 1",
+    ),
+    "head missing": (
+        lambda cache: (cache / "target/head.safetensors").unlink(),
+        "target/head.safetensors cannot be read",
+    ),
+    "head cut short": (lambda cache: truncate(cache / "target/head.safetensors"), "target/head.safetensors: sha256 is"),
+    "head flipped": (
+        lambda cache: flip_last_byte(cache / "target/head.safetensors"),
+        "target/head.safetensors: sha256 is",
+    ),
+    "head.json missing": (lambda cache: (cache / "target/head.json").unlink(), "target/head.json cannot be read"),
+    "head.json edited": (
+        lambda cache: (cache / "target/head.json").write_text("{}"),
+        "target/head.json: sha256 is",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_cache_is_refused_before_a_worker_starts(capsys, copied, name):
+    damage, said = DAMAGE[name]
+    damage(copied / "cache")
+    check_refused(capsys, copied, said)
+
+
 def test_a_cache_without_training_rows_is_refused(capsys, copied):
     shutil.rmtree(copied / "cache")
     write_cache(copied / "cache", RunConfig.load(copied / "tiny.toml"), train_rows=[], heldout_rows=[[20]])
