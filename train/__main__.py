@@ -66,7 +66,7 @@ def start(arguments: argparse.Namespace) -> int:
 def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
     """Refuse what can be refused, then start the workers and wait for them."""
     from train.launch import find_gpus, run_workers
-    from train.preflight import check_cache_files, preflight
+    from train.preflight import check_files, preflight
     from train.summary import print_summary
 
     num_workers = max(1, len(find_gpus(config.train)))
@@ -74,7 +74,7 @@ def launch(config: RunConfig, arguments: argparse.Namespace) -> int:
     if begin.is_finished:
         print(f"{arguments.run} has all its {begin.num_steps} steps: nothing to train; RUN= (--run) begins another")
         return 0
-    check_cache_files(arguments.cache)
+    check_files(arguments.cache, begin.checkpoint)
     run_workers(sys.argv[1:], num_workers=num_workers)
     print_summary(arguments.run)
     return 0

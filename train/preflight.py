@@ -10,7 +10,7 @@ from shards.errors import CacheError, UsageError
 from shards.manifest import Manifest
 from shards.schema import HEAD_CONFIG_FILE, HEAD_FILE, missing_shards
 from shards.verify import check_at_a_glance, check_frozen_file
-from train.checkpoint import checkpoint_step
+from train.checkpoint import checkpoint_step, read_state
 from train.config import RunConfig
 from train.order import RowOrder
 from train.rundir import begin_or_continue
@@ -52,12 +52,14 @@ def preflight(config: RunConfig, cache: Path, run: Path, *, world_size: int, res
     )
 
 
-def check_cache_files(cache: Path) -> None:
-    """Raise CacheError for a shard or a target's head that training would stumble over.
+def check_files(cache: Path, checkpoint: Path | None) -> None:
+    """Raise CacheError for a shard or a target's head, RunError for a checkpoint that training would stumble over.
 
     For the launcher: once, not in every worker. The head is hashed in full, because it is less than 4 GB, which takes
     seconds, and nothing checks it later; of the shards only sizes and small files are looked at.
     """
+    if checkpoint is not None:
+        read_state(checkpoint)
     manifest = Manifest.read(cache)
     for name in (HEAD_CONFIG_FILE, HEAD_FILE):
         check_frozen_file(cache, manifest, name)

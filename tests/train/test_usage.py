@@ -14,6 +14,7 @@ from shards.manifest import Manifest
 from tests.train.caches import CONFIG, write_cache, write_config
 from train.__main__ import main
 from train.config import RunConfig
+from train.rundir import begin_or_continue, record_config
 
 ROOT = Path(__file__).parents[2]
 WRONG_SETTINGS = {  # override → what the sentence must say
@@ -220,15 +221,11 @@ def test_a_run_directory_that_is_not_empty_needs_resume(capsys, copied):
 
 @pytest.mark.parametrize("setting", ["train.lr=2e-2", "drafter.num_layers=3", "train.epochs=3", "train.seed=1"])
 def test_a_run_is_not_continued_with_another_config(capsys, copied, setting):
-    from train.rundir import record_config  # what a run that was killed before its first checkpoint leaves
-
     record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache").identity)
     check_refused(capsys, copied, f"was begun with {setting.partition('=')[0]} = ", setting, "--resume")
 
 
 def test_a_run_is_not_continued_on_a_cache_of_other_data(capsys, copied):
-    from train.rundir import record_config
-
     identity = replace(Manifest.read(copied / "cache").identity, data="0" * 64)
     record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), identity)
     check_refused(capsys, copied, "was begun with identity.data = ", "--resume")
@@ -243,6 +240,51 @@ def test_a_damaged_run_config_is_refused(capsys, copied):
     (copied / "run").mkdir()
     (copied / "run/config.json").write_text("{")
     check_refused(capsys, copied, "config.json cannot be read", "--resume")
+
+
+def begin_run(workspace: Path, metrics: bytes = b"") -> Path:
+    """What a run that was killed before its first checkpoint leaves."""
+    run = workspace / "run"
+    record_config(run, RunConfig.load(workspace / "tiny.toml"), Manifest.read(workspace / "cache").identity)
+    (run / "metrics.jsonl").write_bytes(metrics)
+    return run
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "{}", "null", "", '{"step": "1", "loss": 1.0}', '{"step": 1, "loss": "low"}', '{"step": 1', "\xff"]
+)
+def test_damaged_metrics_are_refused(capsys, copied, line):
+    begin_run(copied, b'{"step": 1, "loss": 1.0}\n' + line.encode("latin-1") + b"\n")
+    said = "metrics.jsonl line 2 is no line of metrics" if line != "\xff" else "metrics.jsonl cannot be read"
+    check_refused(capsys, copied, said, "--resume")
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(capsys, copied):
+    """The configuration saves every 2 steps, and the line of a step comes before its checkpoint."""
+    run = begin_run(copied, b'{"step": 2, "loss": 1.0}\n{"step": 3, "loss": 1.0}\n')
+    check_refused(capsys, copied, "has metrics up to step 3 and its checkpoints are gone", "--resume")
+    (run / "metrics.jsonl").unlink()
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints/latest").symlink_to("step-2")
+    check_refused(capsys, copied, "has metrics up to step 0 and its checkpoints are gone", "--resume")
+
+
+@pytest.mark.parametrize("metrics", [b"", b'{"step": 2, "loss": null}\n{"step": 3, "lo'])
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(copied, metrics):
+    run = begin_run(copied, metrics)
+    config, identity = RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache").identity
+    assert begin_or_continue(run, config, identity, resume=True) is None
+
+
+def test_a_run_directory_with_our_own_leftovers_only_is_empty(capsys, copied):
+    run = copied / "run"
+    run.mkdir()
+    for name in (".config.json.host.77", ".metrics.jsonl"):
+        (run / name).touch()
+    config, identity = RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache").identity
+    assert begin_or_continue(run, config, identity, resume=False) is None
+    (run / ".notes").touch()
+    check_refused(capsys, copied, "is not empty")
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-8b", "qwen3.6-27b"])
