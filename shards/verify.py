@@ -65,11 +65,6 @@ def check_at_a_glance(cache: Path, manifest: Manifest) -> None:
             ) from None
 
 
-def check_frozen_file(cache: Path, manifest: Manifest, name: str) -> None:
-    """Raise CacheError unless the file `name`, below plan/ or target/, is there with the manifest's checksum."""
-    _check_file(cache, name, manifest.checksums.get(name))
-
-
 def _check_shard_at_a_glance(cache: Path, shard: int, specs: list[ArraySpec]) -> None:
     directory = shard_name(shard)
     record = read_json(cache / directory / SHARD_FILE)
@@ -117,7 +112,7 @@ def _strays(cache: Path, manifest: Manifest) -> Iterator[str]:
 def _verify_frozen(cache: Path, manifest: Manifest) -> Iterator[Part]:
     """plan/ and target/, whose checksums the manifest holds."""
     for name, sha256 in manifest.checksums.items():
-        yield Part(faults=_faults(_check_file, cache, name, sha256))
+        yield Part(faults=_faults(check_file, cache, name, sha256))
     found = {f"{top}/{name}" for top in (PLAN_DIRECTORY, TARGET_DIRECTORY) for name in file_names(cache / top)}
     extra = sorted(found - manifest.checksums.keys())
     yield Part(num_files=0, faults=tuple(f"{name!r}: the manifest has no such file" for name in extra))
@@ -170,7 +165,7 @@ def _array_faults(directory: Path, spec: ArraySpec, row_ids: range) -> Iterator[
 def _compare(cache: Path, names: list[str], recorded: dict[str, FileRecord]) -> tuple[str, ...]:
     """The faults of the files `names` against what was recorded of them."""
     known = [(name, recorded[name].sha256, recorded[name].bytes) for name in names if name in recorded]
-    return tuple(fault for file in known for fault in _faults(_check_file, cache, *file))
+    return tuple(fault for file in known for fault in _faults(check_file, cache, *file))
 
 
 def _faults(check: Callable[..., object], *arguments: Any) -> tuple[str, ...]:
@@ -204,7 +199,8 @@ def _check_size(cache: Path, name: str, num_bytes: int) -> None:
         raise CacheError(f"{name} has {found} bytes, expected {num_bytes}")
 
 
-def _check_file(cache: Path, name: str, sha256: str | None, num_bytes: int | None = None) -> None:
+def check_file(cache: Path, name: str, sha256: str, num_bytes: int | None = None) -> None:
+    """Raise CacheError unless the file `name` below `cache` is the one that was recorded."""
     try:
         found = FileRecord.of(cache / name)
     except (OSError, ValueError) as error:  # ValueError: no file can have such a name

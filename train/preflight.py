@@ -9,7 +9,7 @@ import torch
 from shards.errors import CacheError, UsageError
 from shards.manifest import Manifest
 from shards.schema import HEAD_CONFIG_FILE, HEAD_FILE, missing_shards
-from shards.verify import check_at_a_glance, check_frozen_file
+from shards.verify import check_at_a_glance, check_file
 from train.checkpoint import checkpoint_step, read_state
 from train.config import RunConfig
 from train.order import RowOrder
@@ -62,7 +62,7 @@ def check_files(cache: Path, checkpoint: Path | None) -> None:
         read_state(checkpoint)
     manifest = Manifest.read(cache)
     for name in (HEAD_CONFIG_FILE, HEAD_FILE):
-        check_frozen_file(cache, manifest, name)
+        check_file(cache, name, manifest.checksums.get(name, "none"))
     check_at_a_glance(cache, manifest)
 
 
