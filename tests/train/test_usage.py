@@ -12,7 +12,9 @@ import pytest
 
 from shards.manifest import Manifest
 from tests.train.caches import CONFIG, write_cache, write_config
+from tests.train.test_checkpoint import new_trainer
 from train.__main__ import main
+from train.checkpoint import STATE_FILE, save_checkpoint
 from train.config import RunConfig
 from train.rundir import begin_or_continue, record_config
 
@@ -267,6 +269,19 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(capsys, copied):
     (run / "checkpoints").mkdir()
     (run / "checkpoints/latest").symlink_to("step-2")
     check_refused(capsys, copied, "has metrics up to step 0 and its checkpoints are gone", "--resume")
+
+
+def test_a_broken_checkpoint_is_one_sentence_from_the_launcher(capsys, copied):
+    run, config = begin_run(copied), RunConfig.load(copied / "tiny.toml")
+    checkpoints = [save_checkpoint(run, config, new_trainer(config, step=step)) for step in (2, 3)]
+    truncate(checkpoints[-1] / STATE_FILE)
+    before = snapshot(copied)
+    assert call(copied, "--resume") == 1
+    output = capsys.readouterr()
+    assert output.err.startswith(f"error: {checkpoints[-1] / STATE_FILE} cannot be read: ")
+    assert output.err.endswith(f"; remove {checkpoints[-1]} to continue from step-2\n")
+    assert output.err.count("\n") == 1
+    assert snapshot(copied) == before
 
 
 @pytest.mark.parametrize("metrics", [b"", b'{"step": 2, "loss": null}\n{"step": 3, "lo'])
