@@ -85,7 +85,8 @@ def _format(job: Job, plan: Plan | None, figures: dict[str, Any]) -> str:
     if plan:
         planned, needed = describe_plan(plan, cache.row_tokens), _size(f["total_bytes"])
     else:
-        planned = f"none yet: {target.path} or the data is missing"
+        missing = [path for path in (target.path, *job.data.files) if not Path(path).exists()]
+        planned = f"none yet: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         needed = f"{_size(f['bytes_per_million_tokens'])} for a million tokens, and {_size(f['target_bytes'])} once"
     workers = f"{f['workers']} × {f['tokens_per_second'] / f['workers']:,.0f}"
     there = f"{f['published_shards']:,} of {f['shards']:,} shards" if "published_shards" in f else "nothing yet"
@@ -96,8 +97,8 @@ def _format(job: Job, plan: Plan | None, figures: dict[str, Any]) -> str:
         "there": f"{there} in {job.directory}",
         "bytes": f"{f['bytes_per_slot']:,} a slot, {f['bytes_per_token']:,.0f} a token at {f['fill']:.1%} fill",
         "disk": f"{needed}; {_size(f['disk_free_bytes'])} free for {job.directory}",
-        "speed": f"{f['tokens_per_second']:,.0f} tok/s ({workers}) need a disk that writes "
-        f"{_size(f['disk_write_bytes_per_second'])}/s",
+        "speed": f"if targets run at {f['tokens_per_second']:,.0f} tok/s ({workers}; --tokens-per-second sets it), "
+        f"the disk must write {_size(f['disk_write_bytes_per_second'])}/s",
     }
     return "\n".join(f"{name:<7} {text}" for name, text in lines.items())
 
