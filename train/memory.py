@@ -48,21 +48,30 @@ def activation_bytes(config: RunConfig) -> int:
     is_float8 = config.train.precision == "fp8"
     kept = 1 if is_float8 else element  # of the input of a product
     query, key = (heads * drafter.head_dim for heads in (drafter.num_attention_heads, drafter.num_key_value_heads))
-    slot_and_layer = (
+    mlp = (
+        element * 2 * drafter.intermediate_size  # gate and up
+        + kept * drafter.intermediate_size  # into down
+    )
+    slot_and_layer = mlp + (
         kept * hidden  # normed, into q, k, v
         + element * 2 * (query + 2 * key)  # projected, then normed and rotated
         + element * query  # attention's output, which attention keeps itself
         + (query if is_float8 else 0)  # and in 8 bits for o
         + element * 2 * hidden  # the residual stream after attention and after the MLP
         + kept * hidden  # normed, into gate and up
-        + element * 2 * drafter.intermediate_size  # gate and up
-        + kept * drafter.intermediate_size  # into down
     )
+    slots, tokens, layers = num_slots(config), num_tokens(config), drafter.num_layers
+    match config.train.recompute:  # what is made again is there for one layer at a time
+        case "none":
+            layer_activations = slots * layers * slot_and_layer
+        case "mlp":
+            layer_activations = slots * (layers * (slot_and_layer - mlp) + mlp)
+        case "layer":
+            layer_activations = slots * (layers * 2 * element * hidden + slot_and_layer)
     slot = 5 * element * hidden  # embeddings, final norm, what of it goes into the head, its gradient in two copies
     token_and_layer = element * 2 * 2 * key + (hidden if is_float8 else 0)  # k and v twice; in 8 bits, their own input
     token = kept * len(drafter.target_layer_ids) * hidden + element * 2 * hidden  # features, fc's output, normed
-    slots, tokens, layers = num_slots(config), num_tokens(config), drafter.num_layers
-    return slots * (layers * slot_and_layer + slot) + tokens * (layers * token_and_layer + token)
+    return layer_activations + slots * slot + tokens * (layers * token_and_layer + token)
 
 
 def logit_bytes(config: RunConfig, *, is_for_gpu: bool) -> int:
