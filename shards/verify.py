@@ -80,7 +80,7 @@ def _strays(cache: Path, manifest: Manifest) -> Iterator[str]:
 def _verify_frozen(cache: Path, manifest: Manifest) -> Iterator[Part]:
     """plan/ and target/, whose checksums the manifest holds."""
     for name, sha256 in manifest.checksums.items():
-        yield Part(faults=_faults(_check_file, cache, name, sha256))
+        yield Part(faults=_faults(check_file, cache, name, sha256))
     found = {f"{top}/{name}" for top in (PLAN_DIRECTORY, TARGET_DIRECTORY) for name in file_names(cache / top)}
     extra = sorted(found - manifest.checksums.keys())
     yield Part(num_files=0, faults=tuple(f"{name!r}: the manifest has no such file" for name in extra))
@@ -133,7 +133,7 @@ def _array_faults(directory: Path, spec: ArraySpec, row_ids: range) -> Iterator[
 def _compare(cache: Path, names: list[str], recorded: dict[str, FileRecord]) -> tuple[str, ...]:
     """The faults of the files `names` against what was recorded of them."""
     known = [(name, recorded[name].sha256, recorded[name].bytes) for name in names if name in recorded]
-    return tuple(fault for file in known for fault in _faults(_check_file, cache, *file))
+    return tuple(fault for file in known for fault in _faults(check_file, cache, *file))
 
 
 def _faults(check: Callable[..., object], *arguments: Any) -> tuple[str, ...]:
@@ -158,7 +158,8 @@ def _check_json(cache: Path, name: str, expected: Any) -> None:
         raise CacheError(f"{name} holds {found}, expected {expected}")
 
 
-def _check_file(cache: Path, name: str, sha256: str, num_bytes: int | None = None) -> None:
+def check_file(cache: Path, name: str, sha256: str, num_bytes: int | None = None) -> None:
+    """Raise CacheError unless the file `name` below `cache` is the one that was recorded."""
     try:
         found = FileRecord.of(cache / name)
     except (OSError, ValueError) as error:  # ValueError: no file can have such a name

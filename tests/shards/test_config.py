@@ -81,6 +81,15 @@ def test_values_become_the_types_of_their_fields() -> None:
     assert to_json(found)["sizes"] == [1, 2]
 
 
+def test_overrides_in_one_string_are_taken_apart(tmp_path: Path) -> None:
+    """As make passes them: space inside a value is no end."""
+    one = "train.epochs=2 train.gpus=[4, 5]  target.path=models/x y train.loss='ce' train.lr = 3e-4"
+    assert load(tmp_path, "[train]\nepochs = 1", one).sections == {
+        "train": {"epochs": 2, "gpus": [4, 5], "loss": "ce", "lr": 3e-4},
+        "target": {"path": "models/x y"},
+    }
+
+
 def test_overrides_replace_and_add(tmp_path: Path) -> None:
     overrides = (
         "train.epochs=2",
@@ -121,6 +130,7 @@ def test_what_editors_do_to_a_file_changes_nothing(tmp_path: Path, content: byte
         ("[trian]\n", None, r"unknown section \[trian\] of .*: did you mean train\?"),
         ("train = 3", None, r"train must be a section, \[train\]"),
         ("[[train]]", None, r"train must be a section, \[train\]"),
+        ("", "train.gpus=[a, b]", r"override .train\.gpus=\[a, b\]. is not TOML: strings in it need quotes"),
         ("[train", None, "cannot be read as TOML"),
         ("[train]\n[train]", None, r"cannot be read as TOML: Cannot declare .'train',. twice"),
         ("[train]\nlr = 1\nlr = 1", None, "cannot be read as TOML: Cannot overwrite a value"),
