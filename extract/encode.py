@@ -83,4 +83,5 @@ ENCODERS: dict[str, Callable[[Tensor], EncodedStates]] = {
     "bf16": _encode_bf16,
     "int8": _encode_int8,
     "int4": _encode_int4,
+    "bf16+zstd": _encode_bf16,
 }

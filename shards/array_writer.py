@@ -1,7 +1,8 @@
 """Writing one array of a shard, a row at a time: chunks and their checksums straight to their places in the file.
 
-The bytes are those that zarr writes for the same values; zarr itself copies each chunk several times and holds the
-whole array in memory. What a row may hold is the writer's part, where chunks lie the schema's.
+The bytes are those that zarr writes for the same values, but that compressed chunks lie in the order of the rows; zarr
+itself copies each chunk several times and holds the whole array in memory. What a row may hold is the writer's part,
+where chunks lie the schema's.
 """
 
 import os
@@ -11,6 +12,7 @@ from typing import Any, Self
 import google_crc32c
 import numpy as np
 
+from shards.compression import compress
 from shards.durable import json_text
 from shards.schema import CRC_BYTES, INDEX_ENTRY_BYTES, ZARR_FILE, ArraySpec
 
@@ -26,7 +28,9 @@ class ArrayWriter:
 
     def __init__(self, directory: Path, spec: ArraySpec) -> None:
         self.spec = spec
+        self._index = np.zeros((spec.num_rows, spec.chunks_per_row, INDEX_ENTRY_BYTES // 8), "<u8")
         self._offsets = spec.chunk_offsets()
+        self._num_bytes = 0  # of chunks, so far
         path = directory / spec.file_name
         path.parent.mkdir(parents=True)
         write_metadata(directory / spec.name, spec.zarr_metadata())
@@ -35,15 +39,18 @@ class ArrayWriter:
     def write_row(self, row: int, values: np.ndarray) -> None:
         """Write `values`, of the array's shape without the row axis, as `row`, counted in the shard."""
         chunks = np.ascontiguousarray(values).reshape(self.spec.chunks_per_row, -1).view(np.uint8)
-        for chunk, offset in zip(chunks, self._offsets[row].tolist(), strict=True):
-            self._write(chunk, offset)
+        for chunk, values_of_chunk in enumerate(chunks):
+            if self.spec.is_compressed:  # one after the other, as they come
+                stored, offset = compress(values_of_chunk), self._num_bytes
+            else:
+                stored, offset = values_of_chunk, int(self._offsets[row, chunk])
+            self._write(stored, offset)
+            self._index[row, chunk] = offset, len(stored) + CRC_BYTES
+            self._num_bytes += len(stored) + CRC_BYTES
 
     def write_index(self) -> None:
         """To be called after the last row."""
-        index = np.empty((*self._offsets.shape, INDEX_ENTRY_BYTES // 8), "<u8")
-        index[..., 0] = self._offsets
-        index[..., 1] = self.spec.chunk_stride
-        self._write(index.reshape(-1).view(np.uint8), self.spec.file_bytes - self.spec.index_bytes - CRC_BYTES)
+        self._write(self._index.reshape(-1).view(np.uint8), self._num_bytes)
 
     def close(self) -> None:
         os.close(self._descriptor)

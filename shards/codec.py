@@ -1,8 +1,9 @@
 """How hidden states become stored codes: the numpy reference of each codec, exact to the bit.
 
 What a GPU encodes or decodes must agree with this; FORMAT.md says the same in words. `bf16` keeps the upper half of
-every value. `int8` and `int4` first rotate a token, which spreads its few huge channels over all the others, and then
-quantise groups of channels, each with a scale. Layers and files are not known here.
+every value; `bf16+zstd` does the same, and only its chunks are stored in another way. `int8` and `int4` first rotate a
+token, which spreads its few huge channels over all the others, and then quantise groups of channels, each with a scale.
+Layers and files are not known here.
 """
 
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class Bf16:
     name: ClassVar[str] = "bf16"
     code_dtype: ClassVar[np.dtype] = np.dtype("<u2")
     is_rotated: ClassVar[bool] = False
+    is_compressed: ClassVar[bool] = False  # chunks of codes, by compression.py: too slow to train from
 
     def code_width(self, hidden_size: int) -> int:
         return hidden_size
@@ -55,12 +57,21 @@ class Bf16:
 
 
 @dataclass(frozen=True)
+class Bf16Zstd(Bf16):
+    """The codes of bf16, compressed without loss."""
+
+    name: ClassVar[str] = "bf16+zstd"
+    is_compressed: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
 class Int8:
     """Rotated; a group's scale is its largest magnitude / 127, its codes are −127..127."""
 
     name: ClassVar[str] = "int8"
     code_dtype: ClassVar[np.dtype] = np.dtype("i1")
     is_rotated: ClassVar[bool] = True
+    is_compressed: ClassVar[bool] = False
 
     def code_width(self, hidden_size: int) -> int:
         return hidden_size
@@ -95,6 +106,7 @@ class Int4:
     name: ClassVar[str] = "int4"
     code_dtype: ClassVar[np.dtype] = np.dtype("u1")
     is_rotated: ClassVar[bool] = True
+    is_compressed: ClassVar[bool] = False
 
     def code_width(self, hidden_size: int) -> int:
         return hidden_size // 2
@@ -124,11 +136,11 @@ class Int4:
 
 
 Codec = Bf16 | Int8 | Int4
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Bf16(), Int8(), Int4())}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Bf16(), Int8(), Int4(), Bf16Zstd())}
 
 
 def bytes_per_token(codec: Codec, hidden_size: int) -> int:
-    """Stored of one token at one layer, checksums aside."""
+    """Stored of one token at one layer, checksums and compression aside."""
     return codec.code_width(hidden_size) * codec.code_dtype.itemsize + codec.scale_width(hidden_size) * 2
 
 

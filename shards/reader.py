@@ -17,6 +17,7 @@ import google_crc32c
 import numpy as np
 
 from shards.codec import CODECS
+from shards.compression import decompress
 from shards.errors import CacheError
 from shards.manifest import Manifest, read_json
 from shards.schema import (
@@ -67,7 +68,7 @@ class ArrayFile:
         except OSError as error:
             raise CacheError(f"{self._label}: the array file cannot be opened: {error.strerror}") from None
         try:
-            self._offsets = self._read_index().tolist()  # [R][chunks of a row]
+            self._places = self._read_index().tolist()  # [R][chunks of a row][offset, bytes with the checksum]
         except BaseException:
             self.close()
             raise
@@ -80,25 +81,27 @@ class ArrayFile:
                 f"{self._label} needs a contiguous {spec.dtype} {spec.row_shape}, got {out.dtype} {out.shape}"
             )
         chunks = out.reshape(spec.chunks_per_row, -1).view(np.uint8)  # [chunks of a row, bytes of a chunk]
-        offsets = self._offsets[row]
+        places = self._places[row]
         start = 0
-        for stop in range(1, len(offsets) + 1):
-            if stop == len(offsets) or offsets[stop] != offsets[stop - 1] + spec.chunk_stride:
+        for stop in range(1, len(places) + 1):
+            if spec.is_compressed:
+                self._read_compressed(row, start, chunks[start])
+                start = stop
+            elif stop == len(places) or places[stop][0] != sum(places[stop - 1]):
                 self._read_adjacent(row, range(start, stop), chunks)
                 start = stop
 
     def advise(self, row: int) -> None:
         """Ask the kernel to read `row`, counted in the shard, into the file cache."""
-        for start in self._offsets[row]:
-            stop = start + self.spec.chunk_stride
+        for start, num_bytes in self._places[row]:
+            stop = start + num_bytes
             for piece in range(start, stop, READAHEAD_BYTES):
-                num_bytes = min(READAHEAD_BYTES, stop - piece)
-                os.posix_fadvise(self._descriptor, piece, num_bytes, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self._descriptor, piece, min(READAHEAD_BYTES, stop - piece), os.POSIX_FADV_WILLNEED)
 
     def forget(self, row: int) -> None:
         """Tell the kernel that the file cache need not keep `row`, counted in the shard."""
-        for start in self._offsets[row]:
-            os.posix_fadvise(self._descriptor, start, self.spec.chunk_stride, os.POSIX_FADV_DONTNEED)
+        for start, num_bytes in self._places[row]:
+            os.posix_fadvise(self._descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -106,13 +109,25 @@ class ArrayFile:
     def _read_adjacent(self, row: int, adjacent: range, chunks: np.ndarray) -> None:
         """Read chunks that lie one after the other in the file with one call, and check their crc32c."""
         buffers = [buffer for chunk in adjacent for buffer in (chunks[chunk], self._crcs[chunk])]
-        self._fill(buffers, self._offsets[row][adjacent.start])
+        self._fill(buffers, self._places[row][adjacent.start][0])
         for chunk in adjacent:
-            # An ndarray goes in without a copy; a writable memoryview would be refused.
-            found = google_crc32c.value(chunks[chunk])
-            expected = int.from_bytes(self._crcs[chunk].tobytes(), "little")
-            if found != expected:
-                raise CacheError(f"{self._place(row, chunk)}: crc32c is {found:#010x}, expected {expected:#010x}")
+            self._check_crc(self._place(row, chunk), chunks[chunk], self._crcs[chunk])
+
+    def _read_compressed(self, row: int, chunk: int, values: np.ndarray) -> None:
+        offset, num_bytes = self._places[row][chunk]
+        stored, crc = np.empty(num_bytes - CRC_BYTES, np.uint8), self._crcs[chunk]
+        self._fill([stored, crc], offset)
+        self._check_crc(self._place(row, chunk), stored, crc)
+        try:
+            decompress(stored, values)
+        except ValueError as error:
+            raise CacheError(f"{self._place(row, chunk)}: {error}") from None
+
+    def _check_crc(self, place: str, stored: np.ndarray, crc: np.ndarray) -> None:
+        # An ndarray goes in without a copy; a writable memoryview would be refused.
+        found, expected = google_crc32c.value(stored), int.from_bytes(crc.tobytes(), "little")
+        if found != expected:
+            raise CacheError(f"{place}: crc32c is {found:#010x}, expected {expected:#010x}")
 
     def _fill(self, buffers: list[np.ndarray], offset: int) -> None:
         """Read from `offset` on until `buffers`, flat byte arrays, are full; empties the list."""
@@ -141,30 +156,34 @@ class ArrayFile:
                 )
 
     def _read_index(self) -> np.ndarray:
-        """The offsets of all chunks, int64 [R, chunks of a row]. Together the chunks must fill the file exactly."""
+        """Offset and bytes of each chunk, uint64 [R, chunks of a row, 2]. Together they must fill the file exactly."""
         spec = self.spec
         size = os.fstat(self._descriptor).st_size
-        if size != spec.file_bytes:
-            raise CacheError(f"{self._label}: the array file has {size} bytes, expected {spec.file_bytes}")
+        chunks_stop = size - spec.index_bytes - CRC_BYTES
+        if chunks_stop < 0 if spec.is_compressed else size != spec.file_bytes:
+            expected = f"more than {spec.index_bytes}" if spec.is_compressed else spec.file_bytes
+            raise CacheError(f"{self._label}: the array file has {size} bytes, expected {expected}")
         stored = np.empty(spec.index_bytes, np.uint8)
         crc = np.empty(CRC_BYTES, np.uint8)
-        self._fill([stored, crc], size - spec.index_bytes - CRC_BYTES)
-        found, expected = google_crc32c.value(stored), int.from_bytes(crc.tobytes(), "little")
-        if found != expected:
-            raise CacheError(f"{self._label} index: crc32c is {found:#010x}, expected {expected:#010x}")
+        self._fill([stored, crc], chunks_stop)
+        self._check_crc(f"{self._label} index", stored, crc)
 
         entries = stored.view("<u8").reshape(spec.num_rows, spec.chunks_per_row, 2)
         offsets, lengths = entries[..., 0], entries[..., 1]
-        stride = spec.chunk_stride
         for row, chunk in np.argwhere((entries == EMPTY_CHUNK).any(axis=-1)):
             raise CacheError(f"{self._place(row, chunk)}: the chunk is empty, and a cache stores every chunk")
-        for row, chunk in np.argwhere(lengths != stride):
+        shortest, longest = (CRC_BYTES, chunks_stop) if spec.is_compressed else (spec.chunk_stride,) * 2
+        for row, chunk in np.argwhere((lengths < shortest) | (lengths > longest)):
+            expected = f"{shortest} to {longest}" if spec.is_compressed else shortest
             raise CacheError(
-                f"{self._place(row, chunk)}: the index says {lengths[row, chunk]} bytes, expected {stride}"
+                f"{self._place(row, chunk)}: the index says {lengths[row, chunk]} bytes, expected {expected}"
             )
-        if not np.array_equal(np.sort(offsets, axis=None), np.arange(offsets.size, dtype=np.uint64) * stride):
+        in_file_order = np.argsort(offsets, axis=None)
+        stops = np.cumsum(lengths.flat[in_file_order])
+        starts = np.concatenate([np.zeros(1, np.uint64), stops[:-1]])
+        if not np.array_equal(offsets.flat[in_file_order], starts) or stops[-1] != chunks_stop:
             raise CacheError(f"{self._label} index: its chunks overlap, leave gaps or lie outside the file")
-        return offsets.astype(np.int64)
+        return entries
 
     def _place(self, row: int, chunk: int) -> str:
         place = f"{self._label} row {self._first_row + row}"

@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from shards.codec import CODECS
+from shards.compression import ZARR_CODECS
 from shards.errors import CacheError
 from shards.manifest import Manifest, Plan
 
@@ -76,6 +77,7 @@ class ArraySpec:
     chunk_shape: tuple[int, ...]
     axes: tuple[str, ...]
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_compressed: bool = False
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -101,7 +103,7 @@ class ArraySpec:
 
     @property
     def chunk_stride(self) -> int:
-        """Bytes of a chunk with its checksum."""
+        """Bytes of a chunk with its checksum, uncompressed."""
         return self.chunk_bytes + CRC_BYTES
 
     @property
@@ -110,12 +112,15 @@ class ArraySpec:
 
     @property
     def file_bytes(self) -> int:
-        """Size of the array file: nothing is compressed, so shape and chunks determine it."""
+        """Size of the array file, which shape and chunks determine unless it is compressed."""
         num_chunks = self.num_rows * self.chunks_per_row
         return num_chunks * self.chunk_stride + self.index_bytes + CRC_BYTES
 
     def chunk_offsets(self) -> np.ndarray:
-        """int64 [R, chunks of a row]: where each chunk begins in the array file. Chunks lie in Morton order."""
+        """int64 [R, chunks of a row]: where each chunk begins in the array file, unless it is compressed.
+
+        Chunks lie in Morton order.
+        """
         rows, chunks = np.indices((self.num_rows, self.chunks_per_row))
         row_bits, chunk_bits = ((size - 1).bit_length() for size in rows.shape)
         interleaved, num_bits = np.zeros_like(rows), 0
@@ -140,7 +145,7 @@ class ArraySpec:
         values = single_bytes if self.dtype.itemsize == 1 else little_endian
         sharding = {
             "chunk_shape": list(self.chunk_shape),
-            "codecs": [values, {"name": "crc32c"}],
+            "codecs": [values, *(ZARR_CODECS if self.is_compressed else ()), {"name": "crc32c"}],
             "index_codecs": [little_endian, {"name": "crc32c"}],
             "index_location": "end",
         }
@@ -185,7 +190,7 @@ def shard_arrays(manifest: Manifest, shard: int) -> dict[str, ArraySpec]:
             name=name, dtype=np.dtype(dtype), shape=shape_RT, chunk_shape=(1, cache.row_tokens), axes=("row", "token")
         )
 
-    def tokens(name: str, dtype: np.dtype, width: int, **attributes: Any) -> ArraySpec:
+    def tokens(name: str, dtype: np.dtype, width: int, is_compressed: bool = False, **attributes: Any) -> ArraySpec:
         return ArraySpec(
             name=name,
             dtype=dtype,
@@ -193,11 +198,12 @@ def shard_arrays(manifest: Manifest, shard: int) -> dict[str, ArraySpec]:
             chunk_shape=(1, cache.chunk_tokens, width),
             axes=("row", "token", "hidden"),
             attributes=attributes,
+            is_compressed=is_compressed,
         )
 
     def states(name: str, **attributes: Any) -> list[ArraySpec]:
         width = codec.code_width(manifest.target.hidden_size)
-        codes = tokens(name, codec.code_dtype, width, codec=codec.name, **attributes)
+        codes = tokens(name, codec.code_dtype, width, codec.is_compressed, codec=codec.name, **attributes)
         scales = tokens(scales_name(name), np.dtype("<u2"), scale_width, scales_of=name)
         return [codes, scales] if scale_width else [codes]
 

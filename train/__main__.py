@@ -65,7 +65,7 @@ def start(arguments: argparse.Namespace) -> int:
     from train.gpus import find_gpus
     from train.launch import run_workers
     from train.lock import refuse_if_locked
-    from train.preflight import preflight
+    from train.preflight import check_files, preflight
     from train.summary import print_summary
 
     num_workers = max(1, len(find_gpus(config.train)))
@@ -74,6 +74,9 @@ def start(arguments: argparse.Namespace) -> int:
     if begin.is_finished:
         print(f"{arguments.run} has all its {begin.num_steps} steps: nothing to train; RUN= (--run) begins another")
         return 0
+    check_files(arguments.cache, begin.checkpoint)
+    for note in begin.notes:
+        print(f"note: {note}", flush=True)
     code = run_workers(sys.argv[1:], arguments.run, num_workers=num_workers)
     if code == 0:
         print_summary(arguments.run)

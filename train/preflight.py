@@ -8,8 +8,9 @@ import torch
 
 from shards.errors import CacheError, UsageError
 from shards.manifest import Manifest
-from shards.schema import missing_shards
-from train.checkpoint import checkpoint_step
+from shards.schema import HEAD_CONFIG_FILE, HEAD_FILE, missing_shards
+from shards.verify import check_at_a_glance, check_file
+from train.checkpoint import checkpoint_step, read_state
 from train.config import RunConfig
 from train.order import RowOrder
 from train.rundir import begin_or_continue
@@ -23,6 +24,7 @@ class Beginning(NamedTuple):
 
     num_steps: int
     checkpoint: Path | None  # None: at its beginning
+    notes: list[str]  # what is not wrong, but may not be meant: a sentence each
 
     @property
     def is_finished(self) -> bool:
@@ -48,7 +50,22 @@ def preflight(config: RunConfig, cache: Path, run: Path, *, world_size: int, res
     return Beginning(
         num_steps=RowOrder.of(config, manifest.plan).num_steps(config.train),
         checkpoint=begin_or_continue(run, config, manifest.identity, resume=resume),
+        notes=manifest.moved(config.target, config.data),
     )
+
+
+def check_files(cache: Path, checkpoint: Path | None) -> None:
+    """Raise CacheError for a shard or a target's head, RunError for a checkpoint that training would stumble over.
+
+    For the launcher: once, not in every worker. The head is hashed in full, because it is less than 4 GB, which takes
+    seconds, and nothing checks it later; of the shards only sizes and small files are looked at.
+    """
+    if checkpoint is not None:
+        read_state(checkpoint)
+    manifest = Manifest.read(cache)
+    for name in (HEAD_CONFIG_FILE, HEAD_FILE):
+        check_file(cache, name, manifest.checksums.get(name, "none"))
+    check_at_a_glance(cache, manifest)
 
 
 def _check_float8(config: RunConfig) -> None:

@@ -86,13 +86,22 @@ def leave(code: int, text: str) -> NoReturn:
     """End this process. What there is to say goes to the launcher, which says it once for all ranks, or to stderr."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    if text and not _left_for_launcher(text):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def _left_for_launcher(text: str) -> bool:
     path = os.environ.get(ERROR_FILE_VARIABLE)
-    if text and path:
-        beside = Path(f"{path}.tmp")
+    if path is None:
+        return False
+    beside = Path(f"{path}.tmp")  # the launcher never finds half a file
+    try:
         beside.write_text(json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8")
         os.replace(beside, path)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            stream.write(f"{text}\n" if text and not path and stream is sys.stderr else "")
-            stream.flush()
-    os._exit(code)
+    except OSError:
+        return False
+    return True

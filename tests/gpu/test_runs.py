@@ -71,6 +71,5 @@ def test_the_death_of_one_rank_ends_the_job(workspace: Path, tmp_path: Path) -> 
     watch(launcher)
     os.kill(children(launcher)[0], signal.SIGKILL)
     _, errors = finish(launcher, code=1)  # which waits until nobody holds its pipes: all ranks are gone
-    assert errors.startswith("error: rank 0 was ended by SIGKILL")
-    assert errors.count("\n") == 1
+    assert errors.splitlines()[-1].startswith("error: rank 0 was ended by SIGKILL")
     assert latest(run).is_dir()

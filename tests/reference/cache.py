@@ -11,8 +11,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from numcodecs import zstd
+
 ELEMENT_BYTES = {"int64": 8, "int32": 4, "uint16": 2, "uint8": 1, "int8": 1}
-CODES = {"bf16": ("uint16", 1), "int8": ("int8", 1), "int4": ("uint8", 2)}  # type, values in a code
+# type, values in a code
+CODES = {"bf16": ("uint16", 1), "bf16+zstd": ("uint16", 1), "int8": ("int8", 1), "int4": ("uint8", 2)}
+COMPRESSION = [
+    {"name": "numcodecs.shuffle", "configuration": {"elementsize": 2}},
+    {"name": "zstd", "configuration": {"level": 1, "checksum": False}},
+]
 
 
 def read_shard(cache: Path, shard: int) -> dict[str, bytes]:
@@ -27,7 +34,7 @@ def read_shard(cache: Path, shard: int) -> dict[str, bytes]:
     for name, expected in record["files"].items():
         assert len(found[name]) == expected["bytes"]
         assert hashlib.sha256(found[name]).hexdigest() == expected["sha256"]
-    groups = ["", "hidden/"] + ["scales/"] * (manifest["cache"]["codec"] != "bf16")
+    groups = ["", "hidden/"] + ["scales/"] * (manifest["cache"]["codec"] in ("int8", "int4"))
     for name in groups:
         assert json.loads(found[f"{name}zarr.json"]) == {"attributes": {}, "node_type": "group", "zarr_format": 3}
     return {
@@ -57,7 +64,7 @@ def expected_arrays(
     states |= {"final_hidden": {"normed": True}} if config["final_hidden"] else {}
     for name, attributes in states.items():
         arrays[name] = per_token(element, num_hidden // values_per_code, {"codec": config["codec"], **attributes})
-        if config["codec"] != "bf16":
+        if config["codec"] in ("int8", "int4"):
             arrays[f"scales/{name.split('/')[-1]}"] = per_token("uint16", num_hidden // 64, {"scales_of": name})
     return arrays
 
@@ -67,6 +74,7 @@ def read_array(
 ) -> bytes:
     shape = metadata["shape"]
     order = {"name": "bytes", "configuration": {"endian": "little"}}
+    is_compressed = attributes.get("codec") == "bf16+zstd"
     assert metadata == {
         "zarr_format": 3,
         "node_type": "array",
@@ -82,7 +90,11 @@ def read_array(
                 "name": "sharding_indexed",
                 "configuration": {
                     "chunk_shape": chunk,
-                    "codecs": [{"name": "bytes"} if element in ("uint8", "int8") else order, {"name": "crc32c"}],
+                    "codecs": [
+                        {"name": "bytes"} if element in ("uint8", "int8") else order,
+                        *COMPRESSION * is_compressed,
+                        {"name": "crc32c"},
+                    ],
                     "index_codecs": [order, {"name": "crc32c"}],
                     "index_location": "end",
                 },
@@ -91,21 +103,35 @@ def read_array(
     }
     num_rows, chunks_per_row = shape[0], shape[1] // chunk[1] if len(shape) > 1 else 1
     num_chunks, num_bytes = num_rows * chunks_per_row, prod(chunk) * ELEMENT_BYTES[element]
-    assert len(file) == num_chunks * (num_bytes + 4) + 16 * num_chunks + 4
-    *index, index_crc = struct.unpack_from(f"<{2 * num_chunks}QI", file, num_chunks * (num_bytes + 4))
+    if not is_compressed:
+        assert len(file) == num_chunks * (num_bytes + 4) + 16 * num_chunks + 4
+    *index, index_crc = struct.unpack_from(f"<{2 * num_chunks}QI", file, len(file) - 16 * num_chunks - 4)
     assert crc32c(struct.pack(f"<{2 * num_chunks}Q", *index)) == index_crc
 
     places = [(row, column) for row in range(num_rows) for column in range(chunks_per_row)]
     in_file_order = sorted(places, key=lambda place: interleave(place, (num_rows, chunks_per_row)))
     values = []
+    compressed_stop = 0
     for number, place in enumerate(places):
         offset, length = index[2 * number : 2 * number + 2]
-        assert length == num_bytes + 4
-        assert offset == in_file_order.index(place) * length
-        stored = file[offset : offset + num_bytes]
-        assert struct.unpack_from("<I", file, offset + num_bytes) == (crc32c(stored),)
+        stored = file[offset : offset + length - 4]
+        assert struct.unpack_from("<I", file, offset + length - 4) == (crc32c(stored),)
+        if is_compressed:
+            assert offset == compressed_stop
+            compressed_stop += length
+            stored = unshuffle(zstd.decompress(stored))
+        else:
+            assert offset == in_file_order.index(place) * length
+        assert len(stored) == num_bytes
         values.append(stored)
+    assert compressed_stop in (0, len(file) - 16 * num_chunks - 4)
     return b"".join(values)
+
+
+def unshuffle(shuffled: bytes) -> bytes:
+    """Low bytes, then high bytes, back to pairs."""
+    half = len(shuffled) // 2
+    return bytes(byte for pair in zip(shuffled[:half], shuffled[half:], strict=True) for byte in pair)
 
 
 def interleave(place: tuple[int, int], sizes: tuple[int, int]) -> int:
