@@ -46,7 +46,7 @@ def test_every_row_is_cast_as_torch_casts_it(shape):
         cast = (matrix.float() / scales).to(torch.float8_e4m3fn).float()
         differs = values.float() != cast  # only where a quotient lies on the border of two values
         assert differs.float().mean() < 0.01
-        assert ((values.float() - cast).abs() <= cast.abs() / 8).all()
+        assert ((values.float() - cast).abs() <= cast.abs() / 8 + 2.0**-9).all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
