@@ -10,39 +10,45 @@ from tqdm import tqdm
 
 from shards.errors import EXIT_FAILED, CacheError, run_command
 from shards.manifest import MANIFEST_FILE, Manifest
+from shards.plot import check_destination, plot_statistics
 from shards.stats import cache_statistics, format_statistics
 from shards.verify import Part, count_files, verify
 
 tqdm.monitor_interval = 0  # it would start a thread
 
 
-def stats_command(cache: Path, as_json: bool) -> None:
-    statistics = cache_statistics(cache)
-    if as_json:
+def stats_command(options: argparse.Namespace) -> None:
+    if options.plot:
+        check_destination(options.plot)
+    statistics = cache_statistics(options.cache)
+    if options.json:
         print(json.dumps(statistics, indent=1))
     else:
-        print(format_statistics(statistics, Manifest.read(cache).plan.num_shards))
+        print(format_statistics(statistics, Manifest.read(options.cache).plan.num_shards))
+    if options.plot:
+        plot_statistics(options.cache, options.plot)
 
 
-def verify_command(cache: Path, as_json: bool) -> int:
+def verify_command(options: argparse.Namespace) -> int:
     """Print one line for each fault as it is found, then a closing one; exit 1 if there were any."""
     num_shards, num_files = 0, 0
     faults: list[str] = []
-    for part in _parts(cache):
+    for part in _parts(options.cache, is_deep=options.deep):
         num_shards += part.num_shards
         num_files += part.num_files
         faults += part.faults
-        for fault in () if as_json else part.faults:
+        for fault in () if options.json else part.faults:
             tqdm.write(fault)
-    if as_json:
+    if options.json:
         print(json.dumps({"shards": num_shards, "files": num_files, "faults": faults}, indent=1))
     else:
         verdict = f"{len(faults)} faults" if faults else "no faults"
-        print(f"{num_shards} shards, {num_files} files verified: {verdict}")
+        unread = "" if options.deep else ", values unread (--deep reads them)"
+        print(f"{num_shards} shards, {num_files} files verified: {verdict}{unread}")
     return EXIT_FAILED if faults else 0
 
 
-def _parts(cache: Path) -> Iterator[Part]:
+def _parts(cache: Path, *, is_deep: bool) -> Iterator[Part]:
     """The parts of the cache, with a progress bar on a terminal. A damaged manifest is the only part there is."""
     try:
         manifest = Manifest.read(cache)
@@ -52,7 +58,7 @@ def _parts(cache: Path) -> Iterator[Part]:
         yield Part(faults=(str(error),))
         return
     with tqdm(total=count_files(manifest), unit="file", disable=None) as progress:
-        for part in verify(cache, manifest):
+        for part in verify(cache, manifest, is_deep=is_deep):
             progress.update(part.num_files)
             yield part
 
@@ -62,14 +68,16 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run, summary in (
         ("stats", stats_command, "what the cache holds, in figures"),
-        ("verify", verify_command, "find everything that is wrong with it; exit 1 if anything is"),
+        ("verify", verify_command, "find what is wrong with it; exit 1 if anything is"),
     ):
         command = commands.add_parser(name, help=summary, description=summary)
         command.set_defaults(run=run)
         command.add_argument("cache", type=Path, metavar="CACHE", help="directory of the cache")
         command.add_argument("--json", action="store_true", help="print JSON")
+    commands.choices["stats"].add_argument("--plot", type=Path, metavar="FILE.png", help="draw them, too")
+    commands.choices["verify"].add_argument("--deep", action="store_true", help="read every value, on all cores")
     options = parser.parse_args()
-    return run_command(lambda: options.run(options.cache, options.json))
+    return run_command(lambda: options.run(options))
 
 
 if __name__ == "__main__":
