@@ -7,6 +7,7 @@ of `python -m extract audit`.
 """
 
 import os
+import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -63,6 +64,9 @@ def verify(cache: Path, manifest: Manifest, *, is_deep: bool = True) -> Iterator
     Unless `is_deep`, of array files only size and index are looked at. Shards are looked at by a thread for each CPU:
     the work is reading and hashing, outside of Python.
     """
+    if foreign := tuple(_foreign(cache)):
+        yield Part(num_files=0, faults=foreign)
+        return
     yield Part(faults=tuple(_strays(cache, manifest)))  # the manifest
     frozen = list(_verify_frozen(cache, manifest))
     yield from frozen
@@ -81,6 +85,16 @@ def verify(cache: Path, manifest: Manifest, *, is_deep: bool = True) -> Iterator
     if (cache / COMPLETE_FILE).exists():
         content = {"num_shards": manifest.plan.num_shards}
         yield Part(faults=_faults(_check_json, cache, COMPLETE_FILE, content))
+
+
+def _foreign(cache: Path) -> Iterator[str]:
+    """Links lead out of the cache, and pipes and devices may never end: with one of them, nothing else is looked at."""
+    for directory, inner, files in os.walk(cache):
+        if Path(directory) == cache:
+            inner[:] = (name for name in inner if not name.startswith("."))  # unfinished work
+        for path in (Path(directory, name) for name in sorted([*inner, *files])):
+            if not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISDIR(mode):
+                yield f"{str(path.relative_to(cache))!r} is neither file nor directory; the rest was not looked at"
 
 
 def _strays(cache: Path, manifest: Manifest) -> Iterator[str]:

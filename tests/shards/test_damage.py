@@ -277,6 +277,24 @@ CATALOGUE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "'shard-00002' is no part of this cache, whose plan has 2 shards",
     ),
     "file more in the cache": (write("notes.txt", b"x"), NO_READER, "'notes.txt' is no part of this cache"),
+    "a shard that is a link": (
+        lambda cache: ((cache / S).rename(cache.parent / "theirs"), (cache / S).symlink_to("../theirs")),
+        NO_READER,
+        f"'{S}' is neither file nor directory; the rest was not looked at",
+    ),
+    "an array file that is a link": (
+        lambda cache: (
+            (cache / S / ARRAY).rename(cache.parent / "theirs"),
+            (cache / S / ARRAY).symlink_to(cache.parent / "theirs"),
+        ),
+        NO_READER,
+        f"'{S}/{ARRAY}' is neither file nor directory",
+    ),
+    "a pipe, which never ends": (
+        lambda cache: ((cache / "target/head.json").unlink(), os.mkfifo(cache / "target/head.json")),
+        NO_READER,
+        "'target/head.json' is neither file nor directory",
+    ),
     "file more with an odd name": (
         lambda cache: (cache / os.fsdecode(b"\xff\n")).write_text(""),
         NO_READER,
