@@ -52,7 +52,7 @@ def _check_same(first: Path, one: Manifest, second: Path, other: Manifest, *, di
         (f"{section}.{key}", value, to_json(getattr(other, section))[key])
         for section in ("target", "data", "cache", "identity")
         for key, value in to_json(getattr(one, section)).items()
-        if key not in NOT_IDENTITY.get(section, ())
+        if f"{section}.{key}" not in NOT_IDENTITY
         if not (different_data and (section, key) == ("identity", "data"))
         if to_json(getattr(other, section))[key] != value
     ]
