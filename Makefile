@@ -101,7 +101,7 @@ stats: $(READY)
 
 .PHONY: verify
 verify: $(READY)
-	$(PYTHON) -m shards verify $(CACHE)
+	$(PYTHON) -m shards verify --deep $(CACHE)
 
 .PHONY: evaluate
 evaluate: $(READY) $(EMBEDDED)

@@ -15,25 +15,30 @@ from shards.errors import EXIT_FAILED, CacheError, run_command
 if TYPE_CHECKING:
     from shards.verify import Part
 
-CODEC_NAMES = ("bf16", "int8", "int4")
+CODEC_NAMES = ("bf16", "int8", "int4", "bf16+zstd")
 
 
 def stats_command(options: argparse.Namespace) -> None:
     from shards.manifest import Manifest
+    from shards.plot import check_destination, plot_statistics
     from shards.stats import cache_statistics, format_statistics
 
+    if options.plot:
+        check_destination(options.plot)
     statistics = cache_statistics(options.cache)
     if options.json:
         print(json.dumps(statistics, indent=1))
     else:
         print(format_statistics(statistics, Manifest.read(options.cache).plan.num_shards))
+    if options.plot:
+        plot_statistics(options.cache, options.plot)
 
 
 def verify_command(options: argparse.Namespace) -> int:
     """Print one line for each fault as it is found, then a closing one; exit 1 if there were any."""
     num_shards, num_files = 0, 0
     faults: list[str] = []
-    for part in _parts(options.cache, is_quiet=options.json):
+    for part in _parts(options.cache, is_deep=options.deep, is_quiet=options.json):
         num_shards += part.num_shards
         num_files += part.num_files
         faults += part.faults
@@ -41,11 +46,12 @@ def verify_command(options: argparse.Namespace) -> int:
         print(json.dumps({"shards": num_shards, "files": num_files, "faults": faults}, indent=1))
     else:
         verdict = f"{len(faults)} faults" if faults else "no faults"
-        print(f"{num_shards} shards, {num_files} files verified: {verdict}")
+        unread = "" if options.deep else ", values unread (--deep reads them)"
+        print(f"{num_shards} shards, {num_files} files verified: {verdict}{unread}")
     return EXIT_FAILED if faults else 0
 
 
-def _parts(cache: Path, *, is_quiet: bool) -> Iterator["Part"]:
+def _parts(cache: Path, *, is_deep: bool, is_quiet: bool) -> Iterator["Part"]:
     """The parts of the cache, with a progress bar on a terminal and, unless `is_quiet`, a line for each fault.
 
     A damaged manifest is the only part there is.
@@ -58,7 +64,7 @@ def _parts(cache: Path, *, is_quiet: bool) -> Iterator["Part"]:
     tqdm.monitor_interval = 0  # it would start a thread
     try:
         manifest = Manifest.read(cache)
-        parts, num_files = verify(cache, manifest), count_files(manifest)
+        parts, num_files = verify(cache, manifest, is_deep=is_deep), count_files(manifest)
     except CacheError as error:
         if not (cache / MANIFEST_FILE).exists():
             raise  # this is no cache, rather than a damaged one
@@ -74,7 +80,7 @@ def _parts(cache: Path, *, is_quiet: bool) -> Iterator["Part"]:
 def repair_command(options: argparse.Namespace) -> int:
     from shards.repair import describe_repair, repair
 
-    repaired = repair(options.cache, _parts(options.cache, is_quiet=options.json))
+    repaired = repair(options.cache, lambda: _parts(options.cache, is_deep=True, is_quiet=options.json))
     _report(options, vars(repaired), describe_repair(options.cache, repaired))
     return EXIT_FAILED if repaired.not_repairable else 0
 
@@ -145,7 +151,7 @@ def names(text: str) -> tuple[str, ...]:
 def _add_reporting(commands: Any) -> None:
     for name, run, summary in (
         ("stats", stats_command, "what a cache holds, in figures"),
-        ("verify", verify_command, "find everything that is wrong with a cache; exit 1 if anything is"),
+        ("verify", verify_command, "find what is wrong with a cache; exit 1 if anything is"),
         (
             "repair",
             repair_command,
@@ -154,6 +160,8 @@ def _add_reporting(commands: Any) -> None:
         ),
     ):
         _add(commands, name, run, summary).add_argument("cache", type=Path, metavar="CACHE", help="the cache")
+    commands.choices["stats"].add_argument("--plot", type=Path, metavar="FILE.png", help="draw them, too")
+    commands.choices["verify"].add_argument("--deep", action="store_true", help="read every value, on all cores")
     listing = _add(commands, "ls", ls_command, "the shards of a cache, or the caches of a directory, a line for each")
     listing.add_argument(
         "path", type=Path, metavar="PATH", nargs="?", default=Path("caches"), help="default: %(default)s"

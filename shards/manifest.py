@@ -127,6 +127,12 @@ class Manifest:
         return cls.from_json(value, path)
 
     @property
+    def plan_hash(self) -> str:
+        """Of the columns of plan/: a slice of a cache has its identity, but other rows."""
+        columns = {name: sha256 for name, sha256 in self.checksums.items() if name.startswith("plan/")}
+        return hashlib.sha256(json_text(columns).encode()).hexdigest()
+
+    @property
     def seal(self) -> str:
         """The checksum by which the file vouches for itself: it tells any two caches apart."""
         return self.to_json()[SEAL]

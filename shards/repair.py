@@ -7,14 +7,14 @@ plan/ and target/, can't be had again without changing what the cache is: that i
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shards.durable import sync_directory
 from shards.errors import RunError
 from shards.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest
-from shards.schema import PLAN_DIRECTORY, missing_shards
+from shards.schema import PLAN_DIRECTORY, missing_shards, published_shards
 from shards.verify import Part
 
 ASIDE_DIRECTORY = ".set-aside"
@@ -28,11 +28,15 @@ class Repaired:
     not_repairable: list[str]  # the faults that are still there
 
 
-def repair(cache: Path, parts: Iterable[Part]) -> Repaired:
-    """Set aside what is faulty in the `parts` of the cache, which `verify` looked at."""
-    faults = defaultdict(list)
-    for part in parts:
+def repair(cache: Path, look: Callable[[], Iterable[Part]]) -> Repaired:
+    """Set aside what is faulty in the parts of the cache that `look` gives, which is what `verify` finds.
+
+    Links and devices keep it from looking any further; once they are set aside it looks again.
+    """
+    faults, num_shards = defaultdict(list), 0
+    for part in look():
         faults[part.of] += part.faults
+        num_shards += part.num_shards
     if faults[MANIFEST_FILE]:
         found = faults[MANIFEST_FILE]
         return Repaired(faults=found, set_aside={}, missing_shards=[], not_repairable=found)
@@ -42,12 +46,16 @@ def repair(cache: Path, parts: Iterable[Part]) -> Repaired:
     if COMPLETE_FILE not in bad and (cache / COMPLETE_FILE).exists() and (bad or missing_shards(cache, manifest)):
         bad.append(COMPLETE_FILE)
     bad.sort(key=lambda name: name != COMPLETE_FILE)  # that all shards are there is no longer said before one goes
-    return Repaired(
+    repaired = Repaired(
         faults=[fault for found in faults.values() for fault in found],
         set_aside={name: _set_aside(cache, name) for name in bad},
         missing_shards=missing_shards(cache, manifest),
-        not_repairable=[fault for name in frozen for fault in faults[name]],
+        not_repairable=[fault for name in sorted(frozen) for fault in faults[name]],
     )
+    if num_shards or not bad or not published_shards(cache, manifest):
+        return repaired
+    rest = repair(cache, look)
+    return replace(rest, faults=repaired.faults + rest.faults, set_aside=repaired.set_aside | rest.set_aside)
 
 
 def describe_repair(cache: Path, repaired: Repaired) -> list[str]:

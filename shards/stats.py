@@ -53,7 +53,7 @@ def cache_statistics(cache: Path) -> dict[str, Any]:
         "target_bytes": _directory_bytes(cache / TARGET_DIRECTORY),
         "plan_bytes": _directory_bytes(cache / PLAN_DIRECTORY),
         "sources": _tokens_by_source(manifest, plan),
-        "layers": {str(layer): _combine(records, hidden_name(layer)) for layer in manifest.cache.layers},
+        "layers": {str(layer): combine(records, hidden_name(layer)) for layer in manifest.cache.layers},
     }
 
 
@@ -96,7 +96,7 @@ def _tokens_by_source(manifest: Manifest, plan: PlanArrays) -> dict[str, int]:
     return {source: int(tokens[source_id]) for source_id, source in enumerate(manifest.plan.sources)}
 
 
-def _combine(records: list[ShardRecord], name: str) -> dict[str, float]:
+def combine(records: list[ShardRecord], name: str) -> dict[str, float]:
     """The statistics of one array over all shards, each weighted by the tokens it measured."""
     num_tokens = sum(record.num_measured_tokens for record in records)
     of_shards = [(record.num_measured_tokens, record.statistics[name]) for record in records]

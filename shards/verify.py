@@ -1,14 +1,18 @@
 """Finding what is wrong with a cache: `python -m shards verify`, and at a glance what a run would stumble over.
 
-`verify` reads every byte and holds it against the manifest, the format and each shard's record. Damage of any kind
-becomes a fault, one sentence that says where; it never raises because of what a cache contains. Whether the hidden
-states are the target's is the question of `python -m extract audit`.
+Holds a cache against its manifest, the format and each shard's record: by itself in seconds, without the values of the
+shards; `--deep` reads every byte, at the speed of the disk. Damage of any kind becomes a fault, one sentence that says
+where; it never raises because of what a cache contains. Whether the hidden states are the target's is the question
+of `python -m extract audit`.
 """
 
 import os
+import stat
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,9 @@ from shards.schema import (
     shard_files,
     shard_name,
 )
+
+BF16_BITS = np.dtype("<u2")  # codes of bf16, and scales
+BF16_INFINITY = 0x7F80  # from here on, the sign aside, nothing is finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +91,15 @@ def count_files(manifest: Manifest) -> int:
     return len((MANIFEST_FILE, COMPLETE_FILE)) + len(manifest.checksums) + sum(in_shards)
 
 
-def verify(cache: Path, manifest: Manifest) -> Iterator[Part]:
-    """Look at every part of `cache`, whose manifest was read. The shards are left out if the plan contradicts it."""
+def verify(cache: Path, manifest: Manifest, *, is_deep: bool = True) -> Iterator[Part]:
+    """Look at every part of `cache`, whose manifest was read. The shards are left out if the plan contradicts it.
+
+    Unless `is_deep`, of array files only size and index are looked at. Shards are looked at by a thread for each CPU:
+    the work is reading and hashing, outside of Python.
+    """
+    if foreign := list(_foreign(cache)):
+        yield from foreign
+        return
     yield Part(of=MANIFEST_FILE)
     yield from _strays(cache, manifest)
     frozen = list(_verify_frozen(cache, manifest))
@@ -95,11 +109,29 @@ def verify(cache: Path, manifest: Manifest) -> Iterator[Part]:
         if contradictions:
             yield Part(of=PLAN_DIRECTORY, num_files=0, faults=contradictions)
             return
-    for shard in range(manifest.plan.num_shards):
-        yield from _verify_shard(cache, manifest, shard)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            look = partial(_verify_shard, cache, manifest, is_deep=is_deep)
+            for parts in pool.map(look, range(manifest.plan.num_shards)):
+                yield from parts
+        finally:
+            pool.shutdown(cancel_futures=True)  # when nobody wants to know the rest
     if (cache / COMPLETE_FILE).exists():
         content = {"num_shards": manifest.plan.num_shards}
         yield Part(of=COMPLETE_FILE, faults=_faults(_check_json, cache, COMPLETE_FILE, content))
+
+
+def _foreign(cache: Path) -> Iterator[Part]:
+    """Links lead out of the cache, and pipes and devices may never end: with one of them, nothing else is looked at."""
+    for directory, inner, files in os.walk(cache):
+        if Path(directory) == cache:
+            inner[:] = (name for name in inner if not name.startswith("."))  # unfinished work
+        for path in (Path(directory, name) for name in sorted([*inner, *files])):
+            if not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISDIR(mode):
+                name = path.relative_to(cache).as_posix()
+                of = name if name.startswith((f"{PLAN_DIRECTORY}/", f"{TARGET_DIRECTORY}/")) else name.split("/")[0]
+                fault = f"{name!r} is neither file nor directory; the rest was not looked at"
+                yield Part(of=of, num_files=0, faults=(fault,))
 
 
 def _strays(cache: Path, manifest: Manifest) -> Iterator[Part]:
@@ -121,7 +153,11 @@ def _verify_frozen(cache: Path, manifest: Manifest) -> Iterator[Part]:
         yield Part(of=name, num_files=0, faults=(f"{name!r}: the manifest has no such file",))
 
 
-def _verify_shard(cache: Path, manifest: Manifest, shard: int) -> Iterator[Part]:
+def _verify_shard(cache: Path, manifest: Manifest, shard: int, *, is_deep: bool) -> list[Part]:
+    return list(_shard_parts(cache, manifest, shard, is_deep))
+
+
+def _shard_parts(cache: Path, manifest: Manifest, shard: int, is_deep: bool) -> Iterator[Part]:
     directory = shard_name(shard)
     if not (cache / directory).is_dir():
         yield Part(of=directory, num_files=0, faults=(f"{directory} is missing",))
@@ -144,15 +180,21 @@ def _verify_shard(cache: Path, manifest: Manifest, shard: int) -> Iterator[Part]
         yield Part(of=directory, faults=faults or _compare(cache, [name], recorded))
     for spec in arrays.values():
         # A fault found among the values says more than a wrong checksum of the file: only one of them is reported.
-        faults = tuple(_array_faults(cache / directory, spec, manifest.plan.shard_rows(shard)))
-        names = [f"{directory}/{spec.name}/{ZARR_FILE}", f"{directory}/{spec.file_name}"]
-        yield Part(of=directory, num_files=len(names), faults=faults or _compare(cache, names, recorded))
+        metadata, values = f"{directory}/{spec.name}/{ZARR_FILE}", f"{directory}/{spec.file_name}"
+        reads_values = is_deep or spec.name == ROW_IDS  # the cheapest sign of a shard in another's place
+        rows = manifest.plan.shard_rows(shard) if reads_values else range(0)
+        faults = tuple(_array_faults(cache / directory, spec, rows, manifest.plan.shard_rows(shard).start))
+        if not faults and reads_values:
+            faults = _compare(cache, [metadata, values], recorded)
+        elif not faults:
+            faults = _compare(cache, [metadata], recorded) + _compare_size(cache, values, recorded)
+        yield Part(of=directory, num_files=2, faults=faults)
 
 
-def _array_faults(directory: Path, spec: ArraySpec, row_ids: range) -> Iterator[str]:
-    """What reading the array would stumble over, at most one fault for each row."""
+def _array_faults(directory: Path, spec: ArraySpec, row_ids: range, first_row: int) -> Iterator[str]:
+    """What opening the array, and reading `row_ids` of it, would stumble over, at most one fault for each row."""
     try:
-        file = ArrayFile(directory, spec, row_ids.start)
+        file = ArrayFile(directory, spec, first_row)
     except CacheError as error:
         yield str(error)
         return
@@ -163,12 +205,22 @@ def _array_faults(directory: Path, spec: ArraySpec, row_ids: range) -> Iterator[
             yield from faults
             if spec.name == ROW_IDS and not faults and values != row_id:
                 yield f"{directory.name} {ROW_IDS}: row {values} in the place of row {row_id}"
+            if spec.dtype == BF16_BITS and not faults and (values & 0x7FFF).max() >= BF16_INFINITY:
+                bad = np.flatnonzero(((values & 0x7FFF) >= BF16_INFINITY).any(axis=-1))
+                yield f"{directory.name} {spec.name} row {row_id} tokens {bad[0]}–{bad[-1]}: values that are not finite"
 
 
 def _compare(cache: Path, names: list[str], recorded: dict[str, FileRecord]) -> tuple[str, ...]:
     """The faults of the files `names` against what was recorded of them."""
     known = [(name, recorded[name].sha256, recorded[name].bytes) for name in names if name in recorded]
     return tuple(fault for file in known for fault in _faults(check_file, cache, *file))
+
+
+def _compare_size(cache: Path, name: str, recorded: dict[str, FileRecord]) -> tuple[str, ...]:
+    """The same of the size alone, of a file that could be opened."""
+    found = (cache / name).stat().st_size
+    expected = recorded[name].bytes if name in recorded else found
+    return () if found == expected else (f"{name} has {found} bytes, expected {expected}",)
 
 
 def _faults(check: Callable[..., object], *arguments: Any) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ def preflight(config: RunConfig, cache: Path, run: Path, *, world_size: int, res
         _check_float8(config)
     return Beginning(
         num_steps=RowOrder.of(config, manifest.plan).num_steps(config.train),
-        checkpoint=begin_or_continue(run, config, manifest.identity, resume=resume),
+        checkpoint=begin_or_continue(run, config, manifest, resume=resume),
         notes=manifest.moved(config.target, config.data),
     )
 

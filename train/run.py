@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shards.errors import RunError
-from shards.manifest import Identity
+from shards.manifest import Manifest
 from shards.reader import CacheReader
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import RunConfig
@@ -102,7 +102,7 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
                 line |= heldout.to_json() if heldout else {}
             if ranks.is_first:
                 # Only now: a run that can't take its first steps leaves nothing behind.
-                log = log or begin_log(run, config, reader.manifest.identity, first_step=first_step)
+                log = log or begin_log(run, config, reader.manifest, first_step=first_step)
                 log.append(line)
             progress.log(line, seconds_per_step=clock.seconds_per_step)
             if is_last or must_stop or done % config.train.save_every == 0:
@@ -119,8 +119,8 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
     ranks.barrier()
 
 
-def begin_log(run: Path, config: RunConfig, identity: Identity, *, first_step: int) -> MetricsLog:
-    record_config(run, config, identity)
+def begin_log(run: Path, config: RunConfig, manifest: Manifest, *, first_step: int) -> MetricsLog:
+    record_config(run, config, manifest)
     return MetricsLog(run, first_step=first_step)
 
 

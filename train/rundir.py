@@ -14,7 +14,7 @@ from typing import Any
 from shards.config import to_json
 from shards.durable import write_json
 from shards.errors import UsageError
-from shards.manifest import Identity
+from shards.manifest import Manifest
 from train.checkpoint import CHECKPOINTS_DIRECTORY, LATEST_LINK, latest_checkpoint
 from train.config import RunConfig
 from train.lock import LOCK_FILE
@@ -39,10 +39,10 @@ MAY_CHANGE = {
 Loss = float | int | None  # in a line of metrics: None where nothing was counted
 
 
-def begin_or_continue(run: Path, config: RunConfig, identity: Identity, *, resume: bool) -> Path | None:
+def begin_or_continue(run: Path, config: RunConfig, manifest: Manifest, *, resume: bool) -> Path | None:
     """Decide where the run starts: None for its beginning, else the checkpoint to continue from. Writes nothing.
 
-    `identity` is the cache's. Raises UsageError when the directory can't be written, holds something and `resume` is
+    `manifest` is the cache's. Raises UsageError when the directory can't be written, holds something and `resume` is
     off, or holds the run of another config or cache.
     """
     if not run.exists():
@@ -54,7 +54,7 @@ def begin_or_continue(run: Path, config: RunConfig, identity: Identity, *, resum
     if not resume:
         raise UsageError(f"{run} is not empty: --resume continues the run in it, --run names another directory")
     recorded = _read_recorded(run)
-    for key, value in record(config, identity).items():
+    for key, value in record(config, manifest).items():
         if key not in MAY_CHANGE and recorded.get(key) != value:
             raise UsageError(
                 f"{run} was begun with {key} = {recorded.get(key)!r}, now it is {value!r}: "
@@ -84,14 +84,15 @@ def _had_checkpoint(run: Path, recorded: dict[str, Any], lines: list[dict[str, A
     return is_past_first or (run / CHECKPOINTS_DIRECTORY / LATEST_LINK).is_symlink()
 
 
-def record_config(run: Path, config: RunConfig, identity: Identity) -> None:
+def record_config(run: Path, config: RunConfig, manifest: Manifest) -> None:
     run.mkdir(parents=True, exist_ok=True)
-    write_json(run / RUN_CONFIG_FILE, record(config, identity))
+    write_json(run / RUN_CONFIG_FILE, record(config, manifest))
 
 
-def record(config: RunConfig, identity: Identity) -> dict[str, Any]:
-    """What makes a run what it is: the whole configuration, and of what its cache was made."""
-    return flatten(config) | {f"identity.{key}": value for key, value in to_json(identity).items()}
+def record(config: RunConfig, manifest: Manifest) -> dict[str, Any]:
+    """What makes a run what it is: the whole configuration, and of what its cache was made, in which rows."""
+    identity = to_json(manifest.identity) | {"plan": manifest.plan_hash}
+    return flatten(config) | {f"identity.{key}": value for key, value in identity.items()}
 
 
 def _read_recorded(run: Path) -> dict[str, Any]:

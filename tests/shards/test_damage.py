@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,13 +42,13 @@ def cache(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "cache"))
 
 
-def faults(cache: Path) -> list[str]:
-    """What `python -m shards verify` prints."""
+def faults(cache: Path, *, is_deep: bool = True) -> list[str]:
+    """What `python -m shards verify --deep` prints, or without it."""
     try:
         manifest = Manifest.read(cache)
     except CacheError as error:
         return [str(error)]
-    return [fault for part in verify(cache, manifest) for fault in part.faults]
+    return [fault for part in verify(cache, manifest, is_deep=is_deep) for fault in part.faults]
 
 
 def read_all(cache: Path) -> None:
@@ -299,6 +300,24 @@ CATALOGUE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "'shard-00002' is no part of this cache, whose plan has 2 shards",
     ),
     "file more in the cache": (write("notes.txt", b"x"), NO_READER, "'notes.txt' is no part of this cache"),
+    "a shard that is a link": (
+        lambda cache: ((cache / S).rename(cache.parent / "theirs"), (cache / S).symlink_to("../theirs")),
+        NO_READER,
+        f"'{S}' is neither file nor directory; the rest was not looked at",
+    ),
+    "an array file that is a link": (
+        lambda cache: (
+            (cache / S / ARRAY).rename(cache.parent / "theirs"),
+            (cache / S / ARRAY).symlink_to(cache.parent / "theirs"),
+        ),
+        NO_READER,
+        f"'{S}/{ARRAY}' is neither file nor directory",
+    ),
+    "a pipe, which never ends": (
+        lambda cache: ((cache / "target/head.json").unlink(), os.mkfifo(cache / "target/head.json")),
+        NO_READER,
+        "'target/head.json' is neither file nor directory",
+    ),
     "file more with an odd name": (
         lambda cache: (cache / os.fsdecode(b"\xff\n")).write_text(""),
         NO_READER,
@@ -391,6 +410,41 @@ def test_catalogue_of_damage(cache: Path, what: str) -> None:
         read_all(cache)
     with contextlib.suppress(CacheError):
         cache_statistics(cache)  # may not notice, may not crash
+
+
+NEEDS_VALUES = {"values", "checksum of a chunk", "loss mask", "values the reader skips", "array files swapped"}
+
+
+@pytest.mark.parametrize("what", CATALOGUE)
+def test_without_reading_values_all_other_damage_is_found(cache: Path, what: str) -> None:
+    damage, _, verify_reason = CATALOGUE[what]
+    damage(cache)
+    found = faults(cache, is_deep=False)
+    if what in NEEDS_VALUES:
+        assert found == []
+    else:
+        assert any(re.search(verify_reason, fault) for fault in found), found
+
+
+def test_values_that_are_not_finite_are_found_with_their_tokens(cache: Path) -> None:
+    """With the right checksum: as a writer that does not look would have it."""
+    path = cache / S / ARRAY
+    stored = bytearray(path.read_bytes())
+    chunk = np.frombuffer(bytes(stored[STRIDE : 2 * STRIDE - 4]), "<u2").reshape(512, 64).copy()  # row 1, the first
+    chunk[7, 3], chunk[100, 9] = 0xFF80, 0x7FC0
+    stored[STRIDE : 2 * STRIDE] = chunk.tobytes() + struct.pack("<I", google_crc32c.value(chunk.tobytes()))
+    path.write_bytes(stored)
+    assert f"{S} hidden/4 row 1 tokens 7–100: values that are not finite" in faults(cache)
+
+
+def test_who_stops_looking_leaves_no_thread(cache: Path) -> None:
+    before = set(threading.enumerate())  # other tests may have had zarr start its own
+    parts = verify(cache, Manifest.read(cache))
+    while next(parts).num_shards == 0:
+        pass
+    assert set(threading.enumerate()) > before
+    parts.close()
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize("stored", [b"", b"\x80\x04N.", b"PK\x03\x04" + bytes(100)], ids=["nothing", "pickle", "zip"])

@@ -75,6 +75,14 @@ def test_everything_but_the_codes_stays_and_codes_are_those_of_the_decoded_value
         assert describe_losses(made["loss"]) == ["exact: nothing is lost"]
 
 
+def test_an_archive_gives_back_the_same_bytes(caches: dict[str, Path], tmp_path: Path) -> None:
+    recode(caches["bf16"], tmp_path / "archive", "bf16+zstd")
+    recode(tmp_path / "archive", tmp_path / "again", "bf16")
+    before, after = content(caches["bf16"]), content(tmp_path / "again")
+    assert [name for name in before if after.pop(name) != before[name]] == ["manifest.json"]
+    assert not after
+
+
 def test_codes_are_those_of_the_specification(caches: dict[str, Path], tmp_path: Path) -> None:
     recode(caches["bf16"], tmp_path / "cache", "int8")
     source, destination = stored_documents(caches["bf16"]), stored_documents(tmp_path / "cache")

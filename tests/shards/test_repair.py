@@ -64,6 +64,11 @@ REPAIRABLE: dict[str, tuple[Callable[[Path], object], set[str]]] = {
     "swapped shards": (swap_shards, {"shard-00000", "shard-00001"}),
     "a file in the place of a shard": (lambda c: make_file(c / "shard-00001"), {"shard-00001"}),
     "a link in the place of a shard": (lambda c: make_link(c / "shard-00001", c.parent / "x"), {"shard-00001"}),
+    "a link and a flipped bit": (
+        lambda c: [make_link(c / "shard-00001", c.parent / "x"), flip_bit(c / "shard-00002" / ARRAY, 8)],
+        {"shard-00001", "shard-00002"},
+    ),
+    "a pipe in a shard": (lambda c: os.mkfifo(c / "shard-00001/pipe"), {"shard-00001"}),
     "a shard of nobody": (lambda c: shutil.copytree(c / "shard-00001", c / "shard-00007"), {"shard-00007"}),
     "a stray in plan": (lambda c: (c / "plan/more.npy").write_text(""), {"plan/more.npy"}),
     "a wrong complete.json": (lambda c: (c / "complete.json").write_text("[]"), set()),

@@ -11,6 +11,7 @@ import zarr
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from shards.codec import CODECS
 from shards.manifest import Manifest
 from shards.reader import CacheReader
 from shards.schema import PlanArrays
@@ -26,7 +27,8 @@ cache_shapes = st.builds(
     num_rows=st.integers(1, 5),
     rows_per_shard=st.integers(1, 4),
     row_tokens=row_tokens,
-    hidden_size=st.sampled_from([64, 128, 192]),
+    hidden_size=st.integers(1, 5).map(lambda groups: 64 * groups),
+    codec=st.sampled_from(list(CODECS)),
     layers=st.sets(st.integers(0, 7), min_size=1, max_size=3).map(lambda layers: tuple(sorted(layers))),
     final_hidden=st.booleans(),
     seed=st.integers(0, 1000),
@@ -39,7 +41,8 @@ def shards_of(shape: CacheShape, manifest: Manifest) -> list[ShardRows]:
 
 
 # Without shrinking, which would take minutes here: the shapes are small as they are.
-@settings(max_examples=10, deadline=None, derandomize=True, phases=[Phase.generate])
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3:UserWarning")
+@settings(max_examples=20, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(cache_shapes, st.randoms(use_true_random=False))
 def test_reader_and_zarr_give_what_was_written(shape: CacheShape, random) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -56,8 +59,11 @@ def test_reader_and_zarr_give_what_was_written(shape: CacheShape, random) -> Non
                     reader.read_row(int(row_id), layers, out)
                     for name in ("input_ids", "position_ids", "document_ids", "loss_mask"):
                         np.testing.assert_array_equal(getattr(out, name), getattr(rows, name)[row])
-                    for layer, codes_TH in zip(layers, out.codes, strict=True):
-                        np.testing.assert_array_equal(codes_TH, rows.hidden[layer][row])
+                    for layer, codes_TC in zip(layers, out.codes, strict=True):
+                        np.testing.assert_array_equal(codes_TC, rows.hidden[layer][row])
+                    for layer, scales_TG in zip(layers, out.scales, strict=True):
+                        if scales_TG.size:
+                            np.testing.assert_array_equal(scales_TG, rows.scales[f"scales/{layer}"][row])
 
 
 @pytest.mark.parametrize(

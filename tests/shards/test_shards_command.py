@@ -1,14 +1,18 @@
 """`python -m shards` as a user runs it."""
 
+import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from shards.manifest import Manifest
+from shards.plot import draw_left_out, draw_sources, draw_states
+from shards.record import Quarantined, ShardRecord
 from shards.stats import cache_statistics
 from shards.writer import write_shard
 from tests.shards.caches import CacheShape, content, flip_bit, make_cache, make_plan, make_rows, start_cache
@@ -92,25 +96,88 @@ def test_stats_prints_a_table(cache: Path) -> None:
 
 
 def test_verify_of_a_whole_cache(cache: Path) -> None:
-    done = run("verify", cache)
     num_files = len(content(cache))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"3 shards, {num_files} files verified: no faults\n"
-    assert json.loads(run("verify", cache, "--json").stdout) == {"shards": 3, "files": num_files, "faults": []}
+    for options, unread in (([], ", values unread (--deep reads them)"), (["--deep"], "")):
+        done = run("verify", cache, *options)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == f"3 shards, {num_files} files verified: no faults{unread}\n"
+        found = json.loads(run("verify", cache, "--json", *options).stdout)
+        assert found == {"shards": 3, "files": num_files, "faults": []}
 
 
 def test_verify_prints_a_line_for_each_fault(tmp_path: Path) -> None:
     make_cache(tmp_path, SHAPE)
     flip_bit(tmp_path / "shard-00001/hidden/4/c/0/0/0", 8)
     flip_bit(tmp_path / "target/head.json", 8)
-    done = run("verify", tmp_path)
+    done = run("verify", tmp_path, "--deep")
     target, shard, closing = done.stdout.splitlines()
     assert done.returncode == 1
     assert target.startswith("target/head.json: sha256 is ")
     assert shard.startswith("shard-00001 hidden/4 row 2: crc32c is ")
     assert closing.startswith("3 shards, ")
     assert closing.endswith(" files verified: 2 faults")
-    assert json.loads(run("verify", tmp_path, "--json").stdout)["faults"] == [target, shard]
+    assert json.loads(run("verify", tmp_path, "--json", "--deep").stdout)["faults"] == [target, shard]
+    assert json.loads(run("verify", tmp_path, "--json").stdout)["faults"] == [target]
+
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def test_stats_are_drawn(tmp_path: Path) -> None:
+    shape = CacheShape(final_hidden=True)
+    plan = make_plan(shape)
+    manifest = start_cache(tmp_path / "cache", shape, plan)
+    for expected in ("empty", "one shard"):  # a cache without shards has no rms to draw on a logarithmic axis
+        done = run("stats", tmp_path / "cache", "--plot", tmp_path / f"{expected}.png")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert (tmp_path / f"{expected}.png").read_bytes().startswith(PNG)
+        write_shard(tmp_path / "cache", manifest, 0, make_rows(shape, manifest, plan, 0))
+
+
+def drawn(draw: Callable[..., None], *arguments: object, **options: object) -> dict[str, list[float]]:
+    """The lengths of the bars that `draw` draws, in order, by the label of their kind."""
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    draw(axes, *arguments, **options)
+    upright = axes.get_xlabel() == ""
+    return {
+        bars.get_label(): [bar.get_height() if upright else bar.get_width() for bar in bars] for bars in axes.containers
+    }
+
+
+def test_the_picture_shows_the_figures(cache: Path) -> None:
+    manifest, plan = Manifest.read(cache), make_plan(SHAPE)
+    statistics = cache_statistics(cache)
+    layers = list(statistics["layers"].values())
+    records = [ShardRecord.read(cache, manifest, shard) for shard in range(3)]
+    rms = drawn(draw_states, manifest, records, is_outlier=False)
+    assert list(rms.values()) == [[of["rms"] for of in layers]]
+    outliers = drawn(draw_states, manifest, records, is_outlier=True)
+    assert list(outliers.values()) == [[of["max_abs"] / of["rms"] for of in layers]]
+    by_split = drawn(draw_sources, manifest, plan)
+    assert by_split.keys() == {"training", "held out"}
+    assert np.sum(list(by_split.values()), axis=0).tolist() == list(statistics["sources"].values())
+    assert sum(by_split["held out"]) == plan.document_tokens[plan.document_row == 4].sum()
+    entry = Quarantined(document=0, layer=4, position=0)
+    records[1] = dataclasses.replace(records[1], quarantined=(entry, entry))
+    assert list(drawn(draw_left_out, manifest, records).values()) == [[1, 2, 2]]  # mask token, truncated, quarantine
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("there.png", "there is such a file already"),
+        ("picture.svg", "must end with .png"),
+        ("nowhere/picture.png", "there is no directory"),
+    ],
+)
+def test_a_picture_that_cannot_be_made_is_a_usage_error(cache: Path, tmp_path: Path, name: str, reason: str) -> None:
+    (tmp_path / "there.png").write_text("theirs")
+    done = run("stats", cache, "--plot", tmp_path / name)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert reason in done.stderr
+    assert content(tmp_path) == {"there.png": b"theirs"}
 
 
 def test_verify_of_a_damaged_manifest_is_a_fault(tmp_path: Path) -> None:

@@ -251,13 +251,14 @@ def test_a_run_directory_that_is_not_empty_needs_resume(capsys, copied):
 
 @pytest.mark.parametrize("setting", ["train.lr=2e-2", "drafter.num_layers=3", "train.epochs=3", "train.seed=1"])
 def test_a_run_is_not_continued_with_another_config(capsys, copied, setting):
-    record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache").identity)
+    record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache"))
     check_refused(capsys, copied, f"was begun with {setting.partition('=')[0]} = ", setting, "--resume")
 
 
 def test_a_run_is_not_continued_on_a_cache_of_other_data(capsys, copied):
-    identity = replace(Manifest.read(copied / "cache").identity, data="0" * 64)
-    record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), identity)
+    manifest = Manifest.read(copied / "cache")
+    other = replace(manifest, identity=replace(manifest.identity, data="0" * 64))
+    record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), other)
     check_refused(capsys, copied, "was begun with identity.data = ", "--resume")
 
 
@@ -275,7 +276,7 @@ def test_a_damaged_run_config_is_refused(capsys, copied):
 def begin_run(workspace: Path, metrics: bytes = b"") -> Path:
     """What a run that was killed before its first checkpoint leaves."""
     run = workspace / "run"
-    record_config(run, RunConfig.load(workspace / "tiny.toml"), Manifest.read(workspace / "cache").identity)
+    record_config(run, RunConfig.load(workspace / "tiny.toml"), Manifest.read(workspace / "cache"))
     (run / "metrics.jsonl").write_bytes(metrics)
     return run
 
@@ -315,8 +316,8 @@ def test_a_broken_checkpoint_is_one_sentence_from_the_launcher(capsys, copied):
 @pytest.mark.parametrize("metrics", [b"", b'{"step": 2, "loss": null}\n{"step": 3, "lo'])
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(copied, metrics):
     run = begin_run(copied, metrics)
-    config, identity = RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache").identity
-    assert begin_or_continue(run, config, identity, resume=True) is None
+    config, manifest = RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache")
+    assert begin_or_continue(run, config, manifest, resume=True) is None
 
 
 def test_a_run_directory_with_our_own_leftovers_only_is_empty(capsys, copied):
@@ -324,8 +325,8 @@ def test_a_run_directory_with_our_own_leftovers_only_is_empty(capsys, copied):
     run.mkdir()
     for name in (".config.json.host.77", ".metrics.jsonl"):
         (run / name).touch()
-    config, identity = RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache").identity
-    assert begin_or_continue(run, config, identity, resume=False) is None
+    config, manifest = RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache")
+    assert begin_or_continue(run, config, manifest, resume=False) is None
     (run / ".notes").touch()
     check_refused(capsys, copied, "is not empty")
 
