@@ -11,6 +11,7 @@ MAKEFLAGS += --no-builtin-rules
 # OpenMP's threads spin while they wait for each other, by default for so long that a pass of the small target over 8 tokens
 # takes 4 s on two cores that are busy with other work. With so few turns it takes 0.3 s, and on idle cores 0.1 s as before.
 export GOMP_SPINCOUNT ?= 3000
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -22,8 +23,15 @@ PYTHON := .venv/bin/python
 READY := .venv/.ready-$(TORCH)-$(firstword $(shell cksum pyproject.toml))
 endif
 
-# What the embedded default needs is built when the configuration names it.
+# What the embedded default needs is built when the configuration names it. A complete cache needs neither target nor data.
 EMBEDDED := $(if $(findstring models/smollm2-135m,$(file <$(CONFIG))),embedded)
+INPUTS := $(if $(wildcard $(CACHE)/complete.json),,$(EMBEDDED))
+
+# In quotes that the shell takes away, so that it leaves those in the values alone; the programs take the overrides apart.
+OVERRIDES := $(if $(value SET),'$(subst ','\'',$(value SET))')
+
+# make sets this on a terminal. In a log pip's progress is noise.
+QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 HAS_TORCH := import sys, importlib.metadata as m; sys.exit([int(n) for n in m.version("torch").split(".")[:2]] < [2, 11])
@@ -36,14 +44,14 @@ help:
 	@echo "make stats      what a cache holds"
 	@echo "make verify     whether every byte of a cache is as it was written"
 	@echo "make evaluate   live speculative decoding with the run's drafter: acceptance length, losslessness"
-	@echo "make test       the tests; make test-gpu: those that need a GPU"
+	@echo "make test       the tests; make test-gpu: those for a GPU; make test-kernels: the kernels, on the CPU"
 	@echo "make lint       style"
 	@echo
 	@echo "Variables, after the command:"
 	@echo "  CONFIG=$(CONFIG)"
 	@echo "  CACHE=$(CACHE)"
 	@echo "  RUN=$(RUN)"
-	@echo "  SET=\"train.lr=3e-4 train.max_steps=100\"   override keys of the configuration"
+	@echo "  SET='train.lr=3e-4 data.files=[\"a.jsonl\"]'   override keys of the configuration"
 	@echo "  TORCH=$(TORCH)   the version that setup installs"
 	@echo "  PYTHON=/path/to/python   use that environment, which has torch 2.11 or newer, instead of .venv"
 
@@ -60,13 +68,15 @@ setup: $(READY)
 		done; \
 		$$python -m venv --clear .venv; }
 	.venv/bin/python -m pip install --quiet --upgrade pip
-	.venv/bin/python -m pip install torch==$(TORCH)
+	.venv/bin/python -m pip install $(QUIET) torch==$(TORCH)
 	.venv/bin/python -m pip install --quiet --group run --group test
 	@rm -f .venv/.ready-*
 	@touch $@
 
 .PHONY: complete-environment
 complete-environment:
+	@$(PYTHON) -c '' 2>/dev/null || { echo "error: PYTHON=$(PYTHON) is no Python that can be run: name the interpreter" \
+		"of an environment that has torch, or leave PYTHON= out" >&2; exit 1; }
 	@$(PYTHON) -c '$(IS_NEW_ENOUGH)' || { echo "error: PYTHON=$(PYTHON) is no Python 3.11 or newer" >&2; exit 1; }
 	@$(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null || { echo "error: PYTHON=$(PYTHON) has no torch 2.11 or newer: install" \
 		"the build for your machine there, or leave PYTHON= out" >&2; exit 1; }
@@ -78,16 +88,12 @@ embedded: $(READY)
 	$(PYTHON) -m extract.embedded
 
 .PHONY: extract
-extract: $(READY) $(EMBEDDED)
-	$(PYTHON) -m extract --config $(CONFIG) --cache $(CACHE) $(SET)
-
-.PHONY: complete-cache
-complete-cache: $(READY)
-	@echo "extract: $(CACHE) is complete, straight to training"
+extract: $(READY) $(INPUTS)
+	$(PYTHON) -m extract --config $(CONFIG) --cache $(CACHE) $(OVERRIDES)
 
 .PHONY: train
-train: $(if $(wildcard $(CACHE)/complete.json),complete-cache,extract)
-	$(PYTHON) -m train --config $(CONFIG) --cache $(CACHE) --run $(RUN) --resume $(SET)
+train: extract
+	$(PYTHON) -m train --config $(CONFIG) --cache $(CACHE) --run $(RUN) --resume $(OVERRIDES)
 
 .PHONY: stats
 stats: $(READY)
@@ -99,11 +105,16 @@ verify: $(READY)
 
 .PHONY: evaluate
 evaluate: $(READY) $(EMBEDDED)
-	$(PYTHON) -m speculate --config $(CONFIG) --run $(RUN) --json $(RUN)/speculate.json $(SET)
+	$(PYTHON) -m speculate --config $(CONFIG) --run $(RUN) --json $(RUN)/speculate.json $(OVERRIDES)
 
 .PHONY: test
 test: $(READY)
 	$(PYTHON) -m pytest -m "not gpu"
+
+.PHONY: test-kernels
+test-kernels: $(READY)
+	$(PYTHON) -m pip install --quiet --group kernels
+	TRITON_INTERPRET=1 $(PYTHON) -m pytest tests/kernels
 
 .PHONY: test-gpu
 test-gpu: $(READY)

@@ -13,6 +13,7 @@ import statistics
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +21,21 @@ from torch import Tensor
 
 from benchmarks.synthetic import fill_rows, random_trainer
 from shards.errors import RunError, UsageError, run_command
+from train.anchors import select_anchors
+from train.attention import block_attention
+from train.blocks import build_blocks
 from train.config import RunConfig
-from train.runtime import compute_on_one_thread_deterministically, quiet_thread_starters
-from train.trainer import Trainer
+from train.graph import prepare
+from train.head import head_loss
+from train.runtime import (
+    compute_on_one_thread_deterministically,
+    keep_compiled_kernels,
+    quiet_thread_starters,
+)
+from train.trainer import DTYPES, Trainer
 
 CHECKED_STEPS = 3
+MATRIX_RATE_SHAPE = (8192, 4096, 12288)  # of the product whose rate the step's is compared with
 
 
 def main() -> int:
@@ -46,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
             "benchmarks.step measures one micro-step a step: set train.rows_per_step to rows_per_micro_step"
         )
     quiet_thread_starters()
+    keep_compiled_kernels(Path(config.train.compile_cache))
     compute_on_one_thread_deterministically()
     device = torch.device("cuda", 0)
     length = config.cache.row_tokens // arguments.documents
@@ -54,13 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
     fill_rows(trainer.rows, documents, config.target.vocab_size, seed=1)
     check_replay_equals_eager(trainer)
     result = environment() | measure(config, trainer, num_steps=arguments.steps)
+    result |= measure_parts(config, trainer, num_steps=arguments.steps, step_ms=result["step_ms"])
     print(json.dumps(result, indent=1) if arguments.json else "\n".join(f"{k:24}{v}" for k, v in result.items()))
     return 0
 
 
 def check_replay_equals_eager(trainer: Trainer) -> None:
     """Run steps by replay and again uncaptured from the same state; losses, masters and moments must be equal bits."""
-    saved = {name: tensor.cpu() for name, tensor in trainer.flat.state().items()}
+    saved = {name: tensor.clone() for name, tensor in trainer.flat.state().items()}
 
     def take_steps(step: Callable[[], None]) -> list[Tensor]:
         for name, tensor in trainer.flat.state().items():
@@ -73,7 +86,7 @@ def check_replay_equals_eager(trainer: Trainer) -> None:
             step()
             sums.append(trainer.step.metrics.sums.clone())
             trainer.step.metrics.reset()
-        return sums + [tensor.cpu() for tensor in trainer.flat.state().values()]
+        return sums + [tensor.clone() for tensor in trainer.flat.state().values()]
 
     replayed = take_steps(trainer.step.whole_step)
     eager = take_steps(trainer.step.whole_step.function)
@@ -83,13 +96,7 @@ def check_replay_equals_eager(trainer: Trainer) -> None:
 
 def measure(config: RunConfig, trainer: Trainer, *, num_steps: int) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
-    events[0].record()
-    for event in events[1:]:
-        trainer.step.micro_step(0)
-        event.record()
-    torch.cuda.synchronize()
-    times_ms = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+    times_ms = time_ms(lambda: trainer.step.micro_step(0), num_steps)
     median_ms = statistics.median(times_ms)
     slots = config.train.rows_per_step * config.cache.row_tokens
     return {
@@ -102,6 +109,98 @@ def measure(config: RunConfig, trainer: Trainer, *, num_steps: int) -> dict[str,
         "peak_memory_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2),
         "python_threads": threading.active_count(),
     }
+
+
+def time_ms(function: Callable[[], Any], num_times: int) -> list[float]:
+    """Milliseconds on the device of each call, ascending."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_times + 1)]
+    events[0].record()
+    for event in events[1:]:
+        function()
+        event.record()
+    torch.cuda.synchronize()
+    return sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+
+
+def measure_parts(config: RunConfig, trainer: Trainer, *, num_steps: int, step_ms: float) -> dict[str, Any]:
+    """Parts of the step, each captured and timed alone at the step's shapes, and the rate of a plain bf16 product."""
+    device = trainer.step.grad_norm.device
+    parts = {
+        "attention_ms": attention_of_all_layers(config, trainer),
+        "head_ms": head_of_all_slots(config, trainer),
+        "optimizer_ms": trainer.step._update_weights,
+    }
+    result: dict[str, Any] = {}
+    for name, function in parts.items():
+        captured = prepare(function, name, device, capture=True)
+        result[name] = round(statistics.median(time_ms(captured, num_steps)), 2)
+    result["rest_ms"] = round(step_ms - sum(result.values()), 2)
+    m, k, n = MATRIX_RATE_SHAPE
+    a, b = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in ((m, k), (n, k)))
+    product_ms = statistics.median(time_ms(lambda: torch.mm(a, b.t()), num_steps))
+    rate = 2 * m * k * n / product_ms / 1e9
+    result["bf16_product_tflops"] = round(rate, 1)
+    result["share_of_product_rate"] = round(model_flop(config) / step_ms / 1e9 / rate, 3)
+    return result
+
+
+def attention_of_all_layers(config: RunConfig, trainer: Trainer) -> Callable[[], None]:
+    """Attention, forward and backward, as often as there are layers, over the blocks of the staged rows."""
+    drafter, rows = config.drafter, trainer.rows
+    anchors_RN, is_block_RN = select_anchors(
+        loss_mask_RT=rows.loss_mask_RT,
+        document_ids_RT=rows.document_ids_RT,
+        row_ids_R=rows.row_ids_R,
+        seed=0,
+        epoch=0,
+        num_anchors=config.train.num_anchors,
+    )
+    blocks = build_blocks(
+        input_ids_RT=rows.input_ids_RT,
+        position_ids_RT=rows.position_ids_RT,
+        document_ids_RT=rows.document_ids_RT,
+        loss_mask_RT=rows.loss_mask_RT,
+        anchors_RN=anchors_RN,
+        is_block_RN=is_block_RN,
+        block_size=drafter.block_size,
+        mask_token_id=config.target.mask_token_id,
+    )
+    R, N = anchors_RN.shape
+    B, T, d = drafter.block_size, config.cache.row_tokens, drafter.head_dim
+    h, g = drafter.num_attention_heads, drafter.num_key_value_heads
+    shapes = ((R, N, B, h, d), (R, T, g, d), (R, T, g, d), (R, N, B, g, d), (R, N, B, g, d))
+    dtype = DTYPES[config.train.precision]
+    tensors = [torch.randn(shape, device=rows.epoch.device).to(dtype).requires_grad_() for shape in shapes]
+    d_output = torch.randn(shapes[0], device=rows.epoch.device).to(dtype)
+
+    def run() -> None:
+        for layer in range(drafter.num_layers):
+            output = block_attention(
+                *tensors,
+                blocks.context_start_RN,
+                blocks.context_end_RN,
+                sliding_window=drafter.layer_window(layer),
+                is_causal=drafter.layer_is_causal(layer),
+            )
+            torch.autograd.grad(output, tensors, d_output)
+
+    return run
+
+
+def head_of_all_slots(config: RunConfig, trainer: Trainer) -> Callable[[], None]:
+    head, block_pass = trainer.head, trainer.step.block_pass
+    num_slots = config.train.rows_per_micro_step * config.train.num_anchors * (config.drafter.block_size - 1)
+    vocab_size, hidden_size = head.lm_head_VH.shape
+    device = head.lm_head_VH.device
+    hidden = torch.randn(num_slots, hidden_size, device=device).to(head.lm_head_VH.dtype).requires_grad_()
+    labels = torch.randint(vocab_size, (num_slots,), device=device)
+    weights = torch.ones(num_slots, device=device)
+
+    def run() -> None:
+        loss = head_loss(hidden, labels, weights, head.lm_head_VH, lm_head_float8=block_pass.lm_head_float8)
+        torch.autograd.grad(loss.weighted_sum, hidden)
+
+    return run
 
 
 def model_flop(config: RunConfig) -> int:

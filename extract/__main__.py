@@ -1,36 +1,28 @@
 """`python -m extract`: makes the cache that a configuration describes, or what is missing of it.
 
 Run plainly it is the launcher: it refuses what can be refused, plans, and starts one worker for each GPU through
-torch's elastic launcher. Run by `torchrun`, on one machine or several, it is a worker. torch and transformers are
-imported late, so that help, mistakes and finished caches are answered at once.
+torch's elastic launcher. Run by `torchrun`, on one machine or several, it is a worker. What takes time to import is
+imported late, so that help, mistakes, interrupts and finished caches are answered at once.
 """
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from extract.check import check
-from extract.job import Job
-from shards.errors import EXIT_FAILED, run_command
+from shards.errors import run_command
 
 DESCRIPTION = "Run a target over the data and store its hidden states, as the configuration file says."
 EPILOG = """\
-Only what is missing is done: published shards are kept, and a complete cache is left as it is.
+Only what is missing is done: published shards are kept, and a complete cache is left as it is. The cache of another
+configuration, other data or another target is refused.
 Any configuration key can be overridden: python -m extract --config F cache.layers=[1,8,14] extract.gpus=[0,1]
 Exit codes: 0 complete; 1 failed or interrupted, the same command continues; 2 wrong usage, nothing was written."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        return run_command(lambda: start(arguments))
-    except KeyboardInterrupt:
-        print("interrupted, run again to continue", file=sys.stderr)
-        return EXIT_FAILED
+    return run_command(lambda: start(parse_arguments(argv)), interrupted="interrupted, run again to continue")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -56,11 +48,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def start(arguments: argparse.Namespace) -> None:
+    from extract.check import check
+    from extract.job import Job
+    from extract.sources import check_sources
+
     job = Job.load(arguments.config, arguments.overrides, arguments.cache)
     if arguments.check:
         check(job, worker_tokens_per_s=arguments.tokens_per_second, as_json=arguments.json)
         return
-    if job.is_complete():
+    if manifest := job.complete_manifest():
+        check_sources(job, manifest, needed=False)
         print(f"{job.directory} is complete: nothing to extract")
         return
     from extract.run import extract, extract_as_worker

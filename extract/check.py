@@ -1,6 +1,7 @@
 """`python -m extract --check`: what an extraction would make and need. Touches no GPU and no weights, writes nothing.
 
-Where the data or the target is not there yet, figures are given for a million tokens instead of for the plan.
+A cache that was begun must be of the same configuration, data and tokenizer; what is there of it is told. Where the
+data or the target is not there yet, figures are given for a million tokens instead of for the plan.
 """
 
 import json
@@ -9,7 +10,9 @@ from typing import Any
 
 from extract.job import Job
 from extract.sizes import bytes_per_slot, cache_bytes, describe_plan, fill_of, free_bytes, target_bytes
+from extract.sources import check_sources
 from shards.manifest import Plan
+from shards.schema import published_shards
 
 ASSUMED_FILL = 0.98  # of rows that are not planned yet
 MILLION = 1_000_000
@@ -17,8 +20,13 @@ MILLION = 1_000_000
 
 def check(job: Job, *, worker_tokens_per_s: float, as_json: bool) -> None:
     """Print the resolved plan, reckoning with workers of the given speed."""
-    plan = _plan(job)
+    manifest = job.read_manifest()
+    if manifest:
+        check_sources(job, manifest, needed=False, weights=False)
+    plan = manifest.plan if manifest else _plan(job)
     figures = plan_figures(job, plan, worker_tokens_per_s)
+    if manifest:
+        figures["published_shards"] = len(published_shards(job.directory, manifest))
     print(json.dumps(figures, indent=1) if as_json else _format(job, plan, figures))
 
 
@@ -77,17 +85,20 @@ def _format(job: Job, plan: Plan | None, figures: dict[str, Any]) -> str:
     if plan:
         planned, needed = describe_plan(plan, cache.row_tokens), _size(f["total_bytes"])
     else:
-        planned = f"none yet: {target.path} or the data is missing"
+        missing = [path for path in (target.path, *job.data.files) if not Path(path).exists()]
+        planned = f"none yet: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         needed = f"{_size(f['bytes_per_million_tokens'])} for a million tokens, and {_size(f['target_bytes'])} once"
     workers = f"{f['workers']} × {f['tokens_per_second'] / f['workers']:,.0f}"
+    there = f"{f['published_shards']:,} of {f['shards']:,} shards" if "published_shards" in f else "nothing yet"
     lines = {
         "target": f"{target.path}: {target.num_layers} layers, hidden size {target.hidden_size}, {target.dtype}",
         "stored": f"layers {list(cache.layers)} as {cache.codec}, in rows of {cache.row_tokens} tokens",
         "plan": planned,
+        "there": f"{there} in {job.directory}",
         "bytes": f"{f['bytes_per_slot']:,} a slot, {f['bytes_per_token']:,.0f} a token at {f['fill']:.1%} fill",
         "disk": f"{needed}; {_size(f['disk_free_bytes'])} free for {job.directory}",
-        "speed": f"{f['tokens_per_second']:,.0f} tok/s ({workers}) need a disk that writes "
-        f"{_size(f['disk_write_bytes_per_second'])}/s",
+        "speed": f"if targets run at {f['tokens_per_second']:,.0f} tok/s ({workers}; --tokens-per-second sets it), "
+        f"the disk must write {_size(f['disk_write_bytes_per_second'])}/s",
     }
     return "\n".join(f"{name:<7} {text}" for name, text in lines.items())
 

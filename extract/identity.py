@@ -7,8 +7,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from extract.job import Job
+from extract.tokenise import Encoder
 from shards.errors import CacheError, UsageError
-from shards.manifest import Identity
+from shards.manifest import Identity, Manifest
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 TOKENIZER_FILES = (  # and what else the tokenizer's class names
@@ -25,12 +27,6 @@ TOKENIZER_FILES = (  # and what else the tokenizer's class names
     "vocab.txt",
 )
 TEMPLATE_FILE = "chat_template.jinja"
-NAMES = {  # in the order in which they are compared: what is cheap to compute and likely to change first
-    "data": "data (data.files)",
-    "chat_template": "chat template",
-    "tokenizer": "tokenizer",
-    "target": "target (weights or config.json)",
-}
 
 
 def compute_identity(folder: Path, tokenizer: PreTrainedTokenizerBase, data_files: Sequence[str]) -> Identity:
@@ -42,15 +38,30 @@ def compute_identity(folder: Path, tokenizer: PreTrainedTokenizerBase, data_file
     )
 
 
-def check_identity(made_with: Identity, found: Identity, cache: Path) -> None:
-    """Raise CacheError naming the first thing that is not what the cache was made with."""
-    for key, name in NAMES.items():
-        before, now = getattr(made_with, key), getattr(found, key)
-        if before != now:
-            raise CacheError(
-                f"the {name} has changed since {cache} was begun: sha256 {before[:16]}… then, {now[:16]}… now; "
-                "restore what it was made with, or extract into another directory"
-            )
+def check_data(job: Job, manifest: Manifest) -> None:
+    """Raise CacheError if the data is not what the cache of `job` was made from."""
+    where = f"data.files {list(job.data.files)}"
+    _check("data", manifest.identity.data, hash_data(job.data.files), where, job.directory)
+
+
+def check_target(job: Job, manifest: Manifest, *, weights: bool = True) -> None:
+    """Raise CacheError naming what of the target is not what the cache of `job` was made from, the cheapest first."""
+    folder, made_with, where = Path(job.target.path), manifest.identity, f"target.path {job.target.path}"
+    tokenizer = Encoder.load(folder).tokenizer
+    _check("chat template", made_with.chat_template, hash_template(tokenizer), where, job.directory)
+    _check("tokenizer", made_with.tokenizer, hash_tokenizer(folder, tokenizer), where, job.directory)
+    if weights:
+        print(f"extract: hashing {folder}, which was not read before or has changed", flush=True)
+        _check("target's config.json or weights", made_with.target, hash_target(folder), where, job.directory)
+
+
+def _check(what: str, made_with: str, found: str, where: str, cache: Path) -> None:
+    if found != made_with:
+        raise CacheError(
+            f"the {what} of {where} is not what {cache} was made with: its sha256 is {found[:16]}…, {cache} has "
+            f"{made_with[:16]}…; restore what it was made with, or extract into another directory (CACHE= of make, "
+            "else --cache)"
+        )
 
 
 def hash_target(folder: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Self
 
 from extract.config import ExtractConfig
 from shards.config import CacheConfig, ConfigFile, DataConfig, TargetConfig, check_codec, check_layers
-from shards.manifest import COMPLETE_FILE, Manifest
+from shards.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest
 from shards.schema import missing_shards
 
 
@@ -34,10 +34,16 @@ class Job:
         check_codec(job.cache, job.target)
         return job
 
-    def is_complete(self) -> bool:
-        """Whether there is nothing to do. Hashes nothing; raises CacheError for the cache of another configuration."""
-        if not (self.directory / COMPLETE_FILE).exists():
-            return False
+    def read_manifest(self) -> Manifest | None:
+        """That of the cache that was begun, if one was; raise CacheError if it is another configuration's."""
+        if not (self.directory / MANIFEST_FILE).exists():
+            return None
         manifest = Manifest.read(self.directory)
         manifest.check_config(self.target, self.data, self.cache, self.directory)
-        return not missing_shards(self.directory, manifest)
+        return manifest
+
+    def complete_manifest(self) -> Manifest | None:
+        """That of the cache if nothing is missing of it; raise CacheError if it is another configuration's."""
+        manifest = self.read_manifest()
+        is_marked = (self.directory / COMPLETE_FILE).exists()
+        return manifest if manifest and is_marked and not missing_shards(self.directory, manifest) else None

@@ -1,12 +1,16 @@
 """Workers through torch's elastic launcher: one for each GPU, or one on the CPU of a machine without."""
 
+import contextlib
 import ctypes
 import logging
 import os
 import signal
 import sys
+import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from multiprocessing import resource_tracker
+from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -16,9 +20,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from extract.config import ExtractConfig
 from extract.job import Job
 from extract.worker import work
-from shards.errors import RunError, UsageError
+from shards.errors import CacheError, Interrupted, RunError, UsageError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+TERMINATING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # torch sends them on to the workers
+EXPECTED = tuple(kind.__name__ for kind in (UsageError, CacheError, RunError))  # they say all there is to be said
 
 
 def find_gpus(config: ExtractConfig) -> list[str]:
@@ -52,25 +58,58 @@ def launch(job: Job, missing: Sequence[int], gpus: Sequence[str]) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
+        signals_to_handle=",".join(number.name for number in TERMINATING),
     )
     # It would log a traceback of its own for every failure; what is to be said about one is said below.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    for module in ("multiprocessing.api", "agent.server.api"):
+        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
     try:
-        elastic_launch(config, _worker)(job, missing, gpus)
+        with _interruptible():
+            elastic_launch(config, _worker)(job, missing, gpus)
     except SignalException:
-        raise KeyboardInterrupt from None
+        raise Interrupted from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        message = failure.message
-        if isinstance(message, dict):
-            print(message["extraInfo"]["py_callstack"], file=sys.stderr)
-            message = message["message"]
-        raise RunError(
-            f"worker {rank} failed: {message}; published shards are kept, the same command continues"
-        ) from None
+        raise RunError(f"worker {rank} failed: {_describe(failure.message)}") from None
+
+
+def _describe(message: str | dict[str, Any]) -> str:
+    """What a worker died of. Its traceback goes to stderr, unless the error is a message to the user."""
+    if isinstance(message, dict):
+        kind, _, sentence = message["message"].partition(": ")
+        if kind in EXPECTED:
+            return sentence
+        print(message["extraInfo"]["py_callstack"], file=sys.stderr)
+        message = message["message"]
+    return f"{message}; published shards are kept, the same command continues"
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGINT end the workers as SIGTERM does, and only the launcher speak of it.
+
+    A terminal sends SIGINT to workers, too, and one that is still importing would answer with a traceback. So they
+    start with the signal blocked: the launcher blocks it in this thread, and has another one to receive it.
+    """
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise SignalException("interrupted", signal.SIGTERM)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *TERMINATING)}
+    signal.signal(signal.SIGINT, interrupt)
+    resource_tracker.ensure_running()  # which unblocks SIGINT in this thread, and is started before the first worker
+    threading.Thread(target=signal.pause, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @record  # what it raises reaches the launcher with its traceback
 def _worker(job: Job, missing: Sequence[int], gpus: Sequence[str]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is to be said about an interrupt, the launcher says
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # by which torch ends it when the launcher dies
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     work(job, missing, gpus)

@@ -11,14 +11,18 @@ from pathlib import Path
 
 from extract.data import read_records
 from extract.head import Head, read_head
-from extract.identity import TEMPLATE_FILE, check_identity, compute_identity, tokenizer_files
+from extract.identity import TEMPLATE_FILE, compute_identity, tokenizer_files
 from extract.job import Job
 from extract.plan import make_plan
 from extract.sizes import cache_bytes, require_room, shards_bytes
+from extract.sources import check_sources, file_states, remember_sources
 from extract.target import Architecture, check_mask_token, read_architecture
 from extract.tokenise import Encoder, Limits, tokenise
-from shards.manifest import MANIFEST_FILE, Identity, Manifest, Plan
+from shards.errors import CacheError
+from shards.manifest import Identity, Manifest, Plan
+from shards.record import count_quarantined
 from shards.schema import PLAN_DIRECTORY, TARGET_DIRECTORY, PlanArrays, missing_shards
+from shards.verify import check_file
 from shards.writer import check_vacant, new_cache, publish_cache
 
 COPIED_FILES = ("config.json", "generation_config.json", TEMPLATE_FILE)  # and the tokenizer's
@@ -27,13 +31,11 @@ SOFTWARE = ("torch", "transformers", "tokenizers", "numpy", "zarr", "numcodecs")
 
 def prepare(job: Job) -> Manifest:
     """Begin the cache, or make sure that the one that was begun is of this target, this data and this configuration."""
-    is_begun = (job.directory / MANIFEST_FILE).exists()
-    if not is_begun:
+    manifest = job.read_manifest()
+    if manifest is None:
         check_vacant(job.directory)
     architecture = read_architecture(job.target, job.cache)
-    encoder = Encoder.load(architecture.folder)
-    check_mask_token(job.target, encoder)
-    return _resume(job, encoder) if is_begun else _begin(job, architecture, encoder)
+    return _resume(job, manifest) if manifest else _begin(job, architecture)
 
 
 def plan_rows(job: Job, encoder: Encoder) -> tuple[Plan, PlanArrays]:
@@ -48,17 +50,35 @@ def plan_rows(job: Job, encoder: Encoder) -> tuple[Plan, PlanArrays]:
     return make_plan(tokenise(records, encoder, limits), job.target, job.data, job.cache)
 
 
-def _resume(job: Job, encoder: Encoder) -> Manifest:
-    manifest = Manifest.read(job.directory)
-    manifest.check_config(job.target, job.data, job.cache, job.directory)
+def _resume(job: Job, manifest: Manifest) -> Manifest:
     missing = missing_shards(job.directory, manifest)
     require_room(job.directory, shards_bytes(job.target, job.cache, manifest.plan, missing))
-    check_identity(manifest.identity, _identity(job, encoder), job.directory)
+    _check_whole(job.directory, manifest)
+    check_sources(job, manifest)
     print(f"extract: {len(missing)} of {manifest.plan.num_shards} shards are missing", flush=True)
     return manifest
 
 
-def _begin(job: Job, architecture: Architecture, encoder: Encoder) -> Manifest:
+def _check_whole(cache: Path, manifest: Manifest) -> None:
+    """Raise CacheError if the plan is not as it was written, or a published shard has no record that can be read."""
+    try:
+        for name, sha256 in manifest.checksums.items():
+            if name.startswith(PLAN_DIRECTORY):
+                check_file(cache, name, sha256)
+    except CacheError as error:
+        raise CacheError(f"{cache} is damaged: {error}; remove the cache, or extract into another directory") from None
+    try:
+        count_quarantined(cache, manifest)
+    except CacheError as error:
+        raise CacheError(
+            f"{cache} is damaged: {error}; remove that shard, and the same command makes it again"
+        ) from None
+
+
+def _begin(job: Job, architecture: Architecture) -> Manifest:
+    encoder = Encoder.load(architecture.folder)
+    check_mask_token(job.target, encoder)
+    states = file_states(job)  # before their content is read: what changes after that is hashed again
     print("extract: tokenising and packing", flush=True)
     plan, arrays = plan_rows(job, encoder)
     require_room(job.directory, cache_bytes(job.target, job.cache, plan))
@@ -75,7 +95,9 @@ def _begin(job: Job, architecture: Architecture, encoder: Encoder) -> Manifest:
     with new_cache(job.directory) as staging:
         arrays.write(staging / PLAN_DIRECTORY)
         _write_target(architecture.folder, head, encoder, staging)
-        return publish_cache(job.directory, staging, manifest)
+        manifest = publish_cache(job.directory, staging, manifest)
+    remember_sources(job, manifest, states)
+    return manifest
 
 
 def _identity(job: Job, encoder: Encoder) -> Identity:

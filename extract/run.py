@@ -1,11 +1,13 @@
 """One extraction, from configuration to complete cache. Reads as the method; the parts are in the other modules."""
 
+import contextlib
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from extract.job import Job
 from extract.launch import find_gpus, launch, stop_with_launcher
+from extract.lock import sole_extraction
 from extract.prepare import prepare
 from extract.sizes import describe_plan
 from extract.worker import work
@@ -21,12 +23,13 @@ PLANNING_LIMIT = timedelta(days=1)  # how long the other ranks wait while the fi
 def extract(job: Job) -> None:
     """Do all that is missing of the cache, with one worker for each GPU of this machine."""
     gpus = find_gpus(job.extract)
-    manifest = prepare(job)
-    print(f"extract: {describe_plan(manifest.plan, job.cache.row_tokens)}", flush=True)
-    if missing := missing_shards(job.directory, manifest):
-        launch(job, missing, gpus)
-    if not finish(job):
-        raise RunError(f"{job.directory} still lacks shards: run the same command again")
+    with sole_extraction(job.directory):
+        manifest = prepare(job)
+        print(f"extract: {describe_plan(manifest.plan, job.cache.row_tokens)}", flush=True)
+        if missing := missing_shards(job.directory, manifest):
+            launch(job, missing, gpus)
+        if not finish(job):
+            raise RunError(f"{job.directory} still lacks shards: run the same command again")
 
 
 def extract_as_worker(job: Job) -> None:
@@ -35,11 +38,13 @@ def extract_as_worker(job: Job) -> None:
     gpus = find_gpus(job.extract)
     dist.init_process_group("gloo", timeout=PLANNING_LIMIT)
     missing: list[list[int]] = [[]]
-    if dist.get_rank() == 0:
-        missing = [missing_shards(job.directory, prepare(job))]
-    dist.broadcast_object_list(missing)
-    dist.destroy_process_group()
-    work(job, missing[0], gpus)
+    with contextlib.ExitStack() as held:
+        if dist.get_rank() == 0:
+            held.enter_context(sole_extraction(job.directory))
+            missing = [missing_shards(job.directory, prepare(job))]
+        dist.broadcast_object_list(missing)
+        dist.destroy_process_group()
+        work(job, missing[0], gpus)
     finish(job)  # by whoever comes last
 
 

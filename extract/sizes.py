@@ -13,6 +13,15 @@ SLOT_BYTES = 3 * 4 + 2 * 1  # input, position and document id; loss mask and sou
 SHARD_OVERHEAD_BYTES = 1 << 18  # metadata, checksums, indexes, and the last block of each file
 TOKEN_BYTES = 5  # of plan/: id and loss mask; the columns of documents are small beside it
 TOKENIZER_BYTES = 1 << 25
+LEFT_OUT_BECAUSE = {  # by tokenise.Reason
+    "empty": "no tokens",
+    "template_refused": "refused by the chat template",
+    "mask_unclear": "an answer's tokens can't be told from those around it",
+    "mask_token": "contains target.mask_token_id",
+    "outside_embedding": "contains a token id without an embedding",
+    "over_length": "longer than a row",
+    "no_anchor": "no two supervised tokens side by side, so no block can start",
+}
 
 
 def describe_plan(plan: Plan, row_tokens: int) -> str:
@@ -25,7 +34,8 @@ def describe_plan(plan: Plan, row_tokens: int) -> str:
     ]
     if plan.num_truncated:
         parts.append(f"{plan.num_truncated:,} truncated")
-    parts += [f"{count:,} left out ({reason})" for reason, count in plan.num_left_out.items()]
+    for reason, count in plan.num_left_out.items():
+        parts.append(f"{count:,} left out ({LEFT_OUT_BECAUSE.get(reason, reason)})")
     return ", ".join(parts)
 
 

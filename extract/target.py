@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
@@ -81,7 +82,10 @@ def check_mask_token(target: TargetConfig, encoder: Encoder) -> None:
     tokenizer = encoder.tokenizer
     taken = {"the tokenizer's pad": tokenizer.pad_token_id, "the tokenizer's eos": tokenizer.eos_token_id}
     if Path(target.path, "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(target.path, local_files_only=True)
+        try:
+            generation = GenerationConfig.from_pretrained(target.path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{target.path}/generation_config.json cannot be read: {first_line(error)}") from None
         taken |= {"the generation config's pad": generation.pad_token_id}
         taken |= {"the generation config's eos": generation.eos_token_id}
     for name, ids in taken.items():
@@ -107,7 +111,7 @@ def load_model(architecture: Architecture, num_layers: int, device: torch.device
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"the target in {architecture.folder} cannot be loaded: {first_line(error)}") from None
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])

@@ -1,23 +1,26 @@
-"""`python -m shards COMMAND CACHE`: look into a cache and look after it."""
+"""`python -m shards COMMAND CACHE`: look into a cache and look after it.
+
+numpy is imported late: an interrupt meanwhile is answered as at any other time.
+"""
 
 import argparse
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING
 
 from shards.errors import EXIT_FAILED, CacheError, run_command
-from shards.manifest import MANIFEST_FILE, Manifest
-from shards.plot import check_destination, plot_statistics
-from shards.stats import cache_statistics, format_statistics
-from shards.verify import Part, count_files, verify
 
-tqdm.monitor_interval = 0  # it would start a thread
+if TYPE_CHECKING:
+    from shards.verify import Part
 
 
 def stats_command(options: argparse.Namespace) -> None:
+    from shards.manifest import Manifest
+    from shards.plot import check_destination, plot_statistics
+    from shards.stats import cache_statistics, format_statistics
+
     if options.plot:
         check_destination(options.plot)
     statistics = cache_statistics(options.cache)
@@ -31,6 +34,8 @@ def stats_command(options: argparse.Namespace) -> None:
 
 def verify_command(options: argparse.Namespace) -> int:
     """Print one line for each fault as it is found, then a closing one; exit 1 if there were any."""
+    from tqdm import tqdm
+
     num_shards, num_files = 0, 0
     faults: list[str] = []
     for part in _parts(options.cache, is_deep=options.deep):
@@ -48,8 +53,14 @@ def verify_command(options: argparse.Namespace) -> int:
     return EXIT_FAILED if faults else 0
 
 
-def _parts(cache: Path, *, is_deep: bool) -> Iterator[Part]:
+def _parts(cache: Path, *, is_deep: bool) -> Iterator["Part"]:
     """The parts of the cache, with a progress bar on a terminal. A damaged manifest is the only part there is."""
+    from tqdm import tqdm
+
+    from shards.manifest import MANIFEST_FILE, Manifest
+    from shards.verify import Part, count_files, verify
+
+    tqdm.monitor_interval = 0  # it would start a thread
     try:
         manifest = Manifest.read(cache)
     except CacheError as error:

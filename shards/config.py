@@ -9,10 +9,11 @@ import difflib
 import functools
 import json
 import math
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -121,7 +122,10 @@ class ConfigFile:
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
-        """Read `path` and apply overrides of the form `section.key=value`, where value is TOML or a bare string."""
+        """Read `path` and apply overrides of the form `section.key=value`, where value is TOML or a bare string.
+
+        One string may hold several, with space between them.
+        """
         path = Path(path)
         try:
             sections = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -133,7 +137,7 @@ class ConfigFile:
             _require_known(f"section [{name}] of {path}", name, SECTIONS)
             if not isinstance(section, dict):
                 raise UsageError(f"{path}: {name} must be a section, [{name}]")
-        for override in overrides:
+        for override in _split_overrides(overrides):
             name, key, value = _parse_override(override)
             sections.setdefault(name, {})[key] = value
         return cls(path, sections)
@@ -182,6 +186,12 @@ def describe_choice(key: str, value: object, choices: Sequence[object]) -> str:
     return f"{key} is {value!r}: it must be one of {list(choices)}"
 
 
+def _split_overrides(overrides: Sequence[str]) -> Iterator[str]:
+    """One by one: a new one begins after space where there is another `section.key=`."""
+    for several in overrides:
+        yield from re.split(r"\s+(?=\w+\.\w+\s*=)", several)
+
+
 def _parse_override(override: str) -> tuple[str, str, Any]:
     path, equals, text = override.partition("=")
     name, dot, key = path.strip().partition(".")
@@ -191,6 +201,11 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
     try:
         return name, key, tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):
+        if text.strip().startswith(("[", "{")):
+            raise UsageError(
+                f"the value of the override {override!r} is not TOML: strings in it need quotes, and the shell takes "
+                f'them away unless all of it is in others: \'{name}.{key}=["a", "b"]\''
+            ) from None
         return name, key, text.strip()
 
 

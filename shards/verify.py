@@ -1,9 +1,9 @@
-"""Finding what is wrong with a cache: `python -m shards verify`.
+"""Finding what is wrong with a cache: `python -m shards verify`, and at a glance what a run would stumble over.
 
-Holds a cache against its manifest, the format and each shard's record: by itself in seconds, without the values of the
-shards; `--deep` reads every byte, at the speed of the disk. Damage of any kind becomes a fault, one sentence that says
-where; nothing here raises because of what a cache contains. Whether the hidden states are the target's is the question
-of `python -m extract audit`.
+`verify` holds a cache against its manifest, the format and each shard's record: by itself in seconds, without the
+values of the shards; `--deep` reads every byte, at the speed of the disk. Damage of any kind becomes a fault, one
+sentence that says where; it never raises because of what a cache contains. Whether the hidden states are the target's
+is the question of `python -m extract audit`.
 """
 
 import os
@@ -50,6 +50,38 @@ class Part:
     num_files: int = 1
     num_shards: int = 0
     faults: tuple[str, ...] = ()
+
+
+def check_at_a_glance(cache: Path, manifest: Manifest) -> None:
+    """Raise CacheError for the first shard that is no whole shard of this cache, by sizes and small files alone.
+
+    A millisecond a shard, whatever its size: values are left to the checksums that are compared as they are read.
+    """
+    plan = manifest.plan
+    specs_by_num_rows = {
+        len(plan.shard_rows(shard)): list(shard_arrays(manifest, shard).values())
+        for shard in {0, plan.num_shards - 1}  # all have the same arrays, and only the last may have fewer rows
+    }
+    for shard in range(plan.num_shards):
+        try:
+            _check_shard_at_a_glance(cache, shard, specs_by_num_rows[len(plan.shard_rows(shard))])
+        except CacheError as error:
+            raise CacheError(
+                f"{error}: remove {cache / shard_name(shard)} and run `make extract`, which makes it again; "
+                f"`python -m shards verify {cache}` looks for more"
+            ) from None
+
+
+def _check_shard_at_a_glance(cache: Path, shard: int, specs: list[ArraySpec]) -> None:
+    directory = shard_name(shard)
+    record = read_json(cache / directory / SHARD_FILE)
+    if not isinstance(record, dict) or record.get("shard") != shard:
+        raise CacheError(f"{directory}/{SHARD_FILE} is not that of shard {shard}")
+    for spec in specs:
+        metadata = f"{directory}/{spec.name}/{ZARR_FILE}"
+        if read_json(cache / metadata) != spec.zarr_metadata():
+            raise CacheError(f"{metadata} is not that of the array that this cache has there")
+        _check_size(cache, f"{directory}/{spec.file_name}", spec.file_bytes)
 
 
 def count_files(manifest: Manifest) -> int:
@@ -109,7 +141,7 @@ def _strays(cache: Path, manifest: Manifest) -> Iterator[str]:
 def _verify_frozen(cache: Path, manifest: Manifest) -> Iterator[Part]:
     """plan/ and target/, whose checksums the manifest holds."""
     for name, sha256 in manifest.checksums.items():
-        yield Part(faults=_faults(_check_file, cache, name, sha256))
+        yield Part(faults=_faults(check_file, cache, name, sha256))
     found = {f"{top}/{name}" for top in (PLAN_DIRECTORY, TARGET_DIRECTORY) for name in file_names(cache / top)}
     extra = sorted(found - manifest.checksums.keys())
     yield Part(num_files=0, faults=tuple(f"{name!r}: the manifest has no such file" for name in extra))
@@ -175,7 +207,7 @@ def _array_faults(directory: Path, spec: ArraySpec, row_ids: range, first_row: i
 def _compare(cache: Path, names: list[str], recorded: dict[str, FileRecord]) -> tuple[str, ...]:
     """The faults of the files `names` against what was recorded of them."""
     known = [(name, recorded[name].sha256, recorded[name].bytes) for name in names if name in recorded]
-    return tuple(fault for file in known for fault in _faults(_check_file, cache, *file))
+    return tuple(fault for file in known for fault in _faults(check_file, cache, *file))
 
 
 def _compare_size(cache: Path, name: str, recorded: dict[str, FileRecord]) -> tuple[str, ...]:
@@ -207,7 +239,17 @@ def _check_json(cache: Path, name: str, expected: Any) -> None:
         raise CacheError(f"{name} holds {found}, expected {expected}")
 
 
-def _check_file(cache: Path, name: str, sha256: str, num_bytes: int | None = None) -> None:
+def _check_size(cache: Path, name: str, num_bytes: int) -> None:
+    try:
+        found = os.stat(cache / name).st_size
+    except OSError as error:
+        raise CacheError(f"{name} cannot be read: {error.strerror}") from None
+    if found != num_bytes:
+        raise CacheError(f"{name} has {found} bytes, expected {num_bytes}")
+
+
+def check_file(cache: Path, name: str, sha256: str, num_bytes: int | None = None) -> None:
+    """Raise CacheError unless the file `name` below `cache` is the one that was recorded."""
     try:
         found = FileRecord.of(cache / name)
     except (OSError, ValueError) as error:  # ValueError: no file can have such a name

@@ -1,7 +1,7 @@
 """`python -m speculate`: decodes prompts with target and drafter, says how much was accepted, and that nothing changed.
 
-Either all parts are named, or a configuration names them and a run has the drafter. torch is imported late: it takes
-seconds, which a wrong flag should not.
+Either all parts are named, or a configuration names them and a run has the drafter. All but the arguments is imported
+late: a wrong flag should not take seconds, and an interrupt meanwhile is answered as at any other time.
 """
 
 import argparse
@@ -9,9 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shards.config import ConfigFile, TargetConfig, build_section
 from shards.errors import UsageError, run_command
-from speculate.config import SpeculateConfig
 
 DESCRIPTION = "Decode prompts speculatively and compare with the target's own greedy answers."
 EPILOG = """\
@@ -52,6 +50,9 @@ def start(arguments: argparse.Namespace) -> None:
 
 def settings_of_config(arguments: argparse.Namespace) -> dict[str, Any]:
     """Target and prompts from the configuration, the drafter from its run."""
+    from shards.config import ConfigFile, TargetConfig
+    from speculate.config import SpeculateConfig
+
     file = ConfigFile.load(arguments.config, arguments.overrides)
     target = file.section("target", TargetConfig)
     file.sections["speculate"] = file.sections.get("speculate", {}) | flags_of_section(arguments)
@@ -73,6 +74,9 @@ def latest_drafter(run: Path) -> Path:
 
 
 def settings_of_flags(arguments: argparse.Namespace) -> dict[str, Any]:
+    from shards.config import build_section
+    from speculate.config import SpeculateConfig
+
     for name in ("target", "drafter", "prompts"):
         if getattr(arguments, name) is None:
             raise UsageError(f"--{name} is missing: name it, or give --config")

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from shards.errors import UsageError
 from train.config import DrafterConfig, LayerType
-from train.drafter import Drafter
+from train.drafter import Drafter, join_projections, split_projections
 from train.export import CONFIG_FILE, WEIGHTS_FILE
 
 
@@ -64,7 +64,7 @@ class DraftCheckpoint:
                 tensors = {name: file.get_tensor(name).to(dtype) for name in names}
         except (OSError, SafetensorError) as error:
             raise UsageError(f"{path} cannot be read: {error}") from None
-        drafter.load_state_dict(tensors, assign=True)
+        drafter.load_state_dict(join_projections(tensors), assign=True)
         return drafter.eval()
 
 
@@ -150,7 +150,8 @@ def _positive_or_none(value: float | None) -> float | None:
 
 
 def _check_tensors(path: Path, found: dict[str, tuple[int, ...]], drafter: Drafter) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    published = split_projections(drafter.state_dict(), drafter.config)
+    expected = {name: tuple(tensor.shape) for name, tensor in published.items()}
     for name in sorted(expected.keys() | found.keys()):
         if name not in found:
             raise UsageError(f"{path} lacks the tensor {name}, which its {CONFIG_FILE} asks for")

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from speculate.acceptance import Acceptance
+from speculate.acceptance import Acceptance, Interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,8 @@ def describe_difference(difference: Difference, dtype: str) -> str:
 def describe(report: Report) -> str:
     """The table at the end."""
     acceptance = report.acceptance
-    macro, pooled = _number(acceptance.acceptance_length_macro), _number(acceptance.acceptance_length_pooled)
+    macro = _mean(acceptance.acceptance_length_macro, acceptance.acceptance_length_macro_interval)
+    pooled = _mean(acceptance.acceptance_length_pooled, acceptance.acceptance_length_pooled_interval)
     verdict = "yes, but for ties" if report.ties else "yes: every token is the target's own"
     ties = f"{report.ties}  (tokens at which {report.dtype} can't tell the target's choice from another)"
     lines = [
@@ -80,7 +81,7 @@ def describe(report: Report) -> str:
         f"lossless        {verdict if report.is_lossless else 'NO'}",
         *([f"ties            {ties}"] if report.ties else []),
         f"τ, macro        {macro}  (mean over answers; tokens per target pass, bonus included)",
-        f"τ, pooled       {pooled}  (over all rounds)",
+        f"τ, pooled       {pooled}  (over all rounds; 95 % intervals, over answers)",
         "",
         "slot            " + "".join(f"{slot:>7}" for slot in range(1, report.block_size)),
         "accepted        " + "".join(f"{_number(share, '.1%'):>7}" for share in acceptance.per_slot),
@@ -89,6 +90,10 @@ def describe(report: Report) -> str:
         "rounds          " + "".join(f"{count:>7}" for count in acceptance.histogram),
     ]
     return "\n".join(lines)
+
+
+def _mean(value: float | None, interval: Interval | None) -> str:
+    return _number(value) + (" [{:.3f}, {:.3f}]".format(*interval) if interval else "")
 
 
 def _number(value: float | None, spec: str = ".3f") -> str:

@@ -1,6 +1,8 @@
 """Measure one drafter on one target: every prompt decoded plainly and speculatively, compared, and counted."""
 
+import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +34,8 @@ class Job:
 
 def run(job: Job) -> None:
     """Decode, print the table, write the JSON; raise RunError when speculation changed an answer."""
-    if job.json is not None and not job.json.parent.is_dir():
-        raise UsageError(f"--json {job.json}: the directory {job.json.parent} does not exist")
+    if job.json is not None:
+        check_writable(job.json)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     checkpoint = DraftCheckpoint.read(job.drafter)
     architecture = read_architecture(job.target, job.dtype, device)
@@ -44,6 +46,7 @@ def run(job: Job) -> None:
     head = target.head(checkpoint)
 
     answers, differences = [], []
+    started = time.perf_counter()
     for i, prompt in enumerate(tqdm(prompts, unit="prompt", dynamic_ncols=True, disable=not sys.stderr.isatty())):
         own_ids = decode_plainly(target, prompt.token_ids, job.speculate.max_new_tokens)
         block_drafter = BlockDrafter(drafter, head, checkpoint.mask_token_id)
@@ -52,7 +55,8 @@ def run(job: Job) -> None:
         differences += find_differences(target, i, prompt, own_ids, answer, job.speculate.max_new_tokens)
         if not sys.stderr.isatty():  # a log has lines where a terminal has a bar
             counts = f"{len(answer.token_ids)} tokens in {len(answer.rounds)} rounds"
-            print(f"prompt {i + 1}/{len(prompts)}: {counts}", flush=True)
+            seconds_left = (time.perf_counter() - started) / (i + 1) * (len(prompts) - i - 1)
+            print(f"prompt {i + 1}/{len(prompts)}: {counts}  ETA {tqdm.format_interval(seconds_left)}", flush=True)
 
     report = Report(
         target=str(job.target),
@@ -69,11 +73,22 @@ def run(job: Job) -> None:
     conclude(report, job.json)
 
 
+def check_writable(path: Path) -> None:
+    """Raise UsageError for a file that could not be written when all is done, which takes long."""
+    if not path.parent.is_dir():
+        raise UsageError(f"--json {path}: the directory {path.parent} does not exist")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(f"--json {path} can't be written: name a file in a directory that can")
+
+
 def conclude(report: Report, json: Path | None) -> None:
     """Print the table and write the JSON; raise RunError when an answer was changed."""
     print(describe(report))
     if json is not None:
-        write_json(json, report.to_json())
+        try:
+            write_json(json, report.to_json())
+        except OSError as error:
+            raise RunError(f"--json {json} could not be written: {error.strerror}; the table above is all") from error
     if report.first_difference is not None:
         raise RunError(describe_difference(report.first_difference, report.dtype))
 

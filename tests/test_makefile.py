@@ -51,7 +51,7 @@ def test_help_comes_first_and_names_every_command(clone: Path) -> None:
 
 def test_a_fresh_clone_does_all_in_order(clone: Path) -> None:
     commands = planned(clone, "train")
-    torch = commands.index(".venv/bin/python -m pip install torch==2.13.0")
+    torch = commands.index(".venv/bin/python -m pip install --quiet torch==2.13.0")
     others = commands.index(".venv/bin/python -m pip install --quiet --group run --group test")
     assert torch < others
     assert commands[-3:] == [
@@ -61,11 +61,15 @@ def test_a_fresh_clone_does_all_in_order(clone: Path) -> None:
     ]
 
 
-def test_a_complete_cache_is_only_trained_on(clone: Path) -> None:
+def test_a_complete_cache_is_compared_and_trained_on(clone: Path) -> None:
+    """What it was made from is not built again, should it have gone."""
     make_environment(clone)
     (clone / "caches/smollm2-135m").mkdir(parents=True)
     (clone / "caches/smollm2-135m/complete.json").touch()
-    assert planned(clone, "train") == [f"{TRAIN} --resume "]
+    assert planned(clone, "train") == [
+        ".venv/bin/python -m extract --config configs/smollm2-135m.toml --cache caches/smollm2-135m ",
+        f"{TRAIN} --resume ",
+    ]
 
 
 def test_the_environment_is_made_again_when_its_requirements_change(clone: Path) -> None:
@@ -89,11 +93,28 @@ def test_an_environment_of_the_users_is_completed_without_touching_torch(clone: 
 
 def test_the_embedded_default_is_only_built_for_configs_that_name_it(clone: Path) -> None:
     make_environment(clone)
-    config, overrides = "--config configs/qwen3-8b.toml", "train.lr=1e-4 train.epochs=2"
-    assert planned(clone, "train", "CONFIG=configs/qwen3-8b.toml", f"SET={overrides}") == [
-        f".venv/bin/python -m extract {config} --cache caches/qwen3-8b {overrides}",
-        f".venv/bin/python -m train {config} --cache caches/qwen3-8b --run runs/qwen3-8b --resume {overrides}",
+    config = "--config configs/qwen3-8b.toml"
+    assert planned(clone, "train", "CONFIG=configs/qwen3-8b.toml") == [
+        f".venv/bin/python -m extract {config} --cache caches/qwen3-8b ",
+        f".venv/bin/python -m train {config} --cache caches/qwen3-8b --run runs/qwen3-8b --resume ",
     ]
+
+
+def test_overrides_reach_the_programs_with_their_quotes(clone: Path, tmp_path: Path) -> None:
+    """Run for real, with a Python that is asked for its last argument."""
+    overrides = """train.lr=1e-4 data.files=["a b.jsonl", 'c.jsonl'] cache.layers=[1, 8] target.path=$HOME/x"""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nfor last; do :; done\ncase "$2" in extract|train) echo "$last" ;; esac\n')
+    python.chmod(0o755)
+    process = run_make(clone, "train", f"PYTHON={python}", f"SET={overrides}", "CONFIG=configs/qwen3-8b.toml", "-s")
+    assert process.stdout.splitlines() == [overrides, overrides]
+
+
+def test_a_python_that_is_not_there_is_one_sentence(clone: Path, tmp_path: Path) -> None:
+    process = run_make(clone, "setup", f"PYTHON={tmp_path}/none", fails=True)
+    error, of_make = process.stderr.splitlines()
+    assert error.startswith(f"error: PYTHON={tmp_path}/none is no Python that can be run: ")
+    assert of_make.startswith("make: ***")
 
 
 def test_a_missing_torch_is_one_sentence(clone: Path, tmp_path: Path) -> None:

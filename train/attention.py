@@ -26,6 +26,7 @@ def block_attention(
     *,
     sliding_window: int | None,
     is_causal: bool,
+    use_kernel: bool = True,
 ) -> Tensor:
     """Attention of h query heads over g key-value heads of size d, scaled by d^−½; returns [R, N, B, h, d].
 
@@ -34,7 +35,7 @@ def block_attention(
     slots likewise. With `is_causal` it sees its own slots up to j only.
     """
     tensors = (query_RNBhd, context_key_RTgd, context_value_RTgd, block_key_RNBgd, block_value_RNBgd)
-    if query_RNBhd.is_cuda:
+    if use_kernel and query_RNBhd.is_cuda:
         contiguous = (tensor.contiguous() for tensor in tensors)
         return block_attention_kernel(*contiguous, context_start_RN, context_end_RN, sliding_window or 0, is_causal)[0]
     mask_RQK = block_mask(

@@ -63,6 +63,109 @@ def _context_range(start, end, row_offset, block, slot, exists, WINDOW: tl.const
 
 
 @triton.jit
+def _context_tiles(first, last, exists, TILE: tl.constexpr):
+    """Where the context tiles of these query rows begin, where those begin and end that all rows see whole, the end."""
+    begin = tl.min(first) // TILE * TILE
+    end = tl.max(last)
+    whole_begin = (tl.max(tl.where(exists, first, 0)) + TILE - 1) // TILE * TILE
+    whole_begin = tl.minimum(whole_begin, tl.maximum(begin, end))
+    whole_end = tl.maximum(whole_begin, tl.min(tl.where(exists, last, end)) // TILE * TILE)
+    return begin, whole_begin, whole_end, end
+
+
+@triton.jit
+def _load_context(context, t, T, G: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
+    """Context keys or values [TILE, D] at slots t; where the tile is WHOLE, no slot is beyond the row."""
+    at = t[:, None] * (G * D) + tl.arange(0, D)
+    if WHOLE:
+        return tl.load(context + at)
+    return tl.load(context + at, mask=(t < T)[:, None], other=0.0)
+
+
+@triton.jit
+def _attend(
+    maximum, total, accumulated, query, context_key, context_value, t0, first, last, T, scale,
+    G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """One tile of context more, of which each row sees first ≤ t < last, or, where it is WHOLE, all."""
+    t = t0 + tl.arange(0, TILE)
+    key = _load_context(context_key, t, T, G, D, WHOLE)
+    value = _load_context(context_value, t, T, G, D, WHOLE)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if not WHOLE:
+        sees = (t[None, :] >= first[:, None]) & (t[None, :] < last[:, None])
+        scores = tl.where(sees, scores, -float("inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+    rescale = tl.exp2(maximum - new_maximum)
+    weights = tl.exp2(scores - new_maximum[:, None])
+    total = total * rescale + tl.sum(weights, 1)
+    accumulated = accumulated * rescale[:, None]
+    accumulated = tl.dot(weights.to(value.dtype), value, accumulated, input_precision="ieee")
+    return new_maximum, total, accumulated
+
+
+@triton.jit
+def _add_query_gradient(
+    d_query, query, d_output, log_total, row_delta, context_key, context_value, t0, first, last, T, scale,
+    G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    t = t0 + tl.arange(0, TILE)
+    key = _load_context(context_key, t, T, G, D, WHOLE)
+    value = _load_context(context_value, t, T, G, D, WHOLE)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    weights = tl.exp2(scores - log_total[:, None])
+    if not WHOLE:
+        weights = tl.where((t[None, :] >= first[:, None]) & (t[None, :] < last[:, None]), weights, 0.0)
+    d_weights = tl.dot(d_output, tl.trans(value), input_precision="ieee")
+    d_scores = weights * (d_weights - row_delta[:, None])
+    return tl.dot(d_scores.to(key.dtype), key, d_query, input_precision="ieee")
+
+
+@triton.jit
+def _add_key_gradients(
+    d_key, d_value, key, value, q, d_out, lse, delta, head_offset, exists, sees, scale,
+    D: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """What M query rows give to the gradients of keys that they see: those in `sees` [keys, M], or, if WHOLE, all."""
+    at = head_offset[:, None] * D + tl.arange(0, D)
+    if WHOLE:
+        query = tl.load(q + at)
+        d_output = tl.load(d_out + at)
+        log_total = tl.load(lse + head_offset)
+        row_delta = tl.load(delta + head_offset)
+    else:
+        query = tl.load(q + at, mask=exists[:, None], other=0.0)
+        d_output = tl.load(d_out + at, mask=exists[:, None], other=0.0)
+        log_total = tl.load(lse + head_offset, mask=exists, other=0.0)
+        row_delta = tl.load(delta + head_offset, mask=exists, other=0.0)
+    scores = tl.dot(key, tl.trans(query), input_precision="ieee") * scale
+    weights = tl.exp2(scores - log_total[None, :])
+    if not WHOLE:
+        weights = tl.where(sees, weights, 0.0)
+    d_value = tl.dot(weights.to(value.dtype), d_output, d_value, input_precision="ieee")
+    d_weights = tl.dot(value, tl.trans(d_output), input_precision="ieee")
+    d_scores = weights * (d_weights - row_delta[None, :])
+    d_key = tl.dot(d_scores.to(key.dtype), query, d_key, input_precision="ieee")
+    return d_key, d_value
+
+
+@triton.jit
+def _add_context_gradients(
+    d_key, d_value, key, value, q, d_out, lse, delta, start, end, first_row, t, r, kv, N, scale,
+    B: tl.constexpr, HG: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    block, slot, head_offset, exists = _query_rows(first_row, r, kv, N, B, HG, G, M)
+    sees = exists[None, :]
+    if not WHOLE:
+        first, last = _context_range(start, end, r * N, block, slot, exists, WINDOW)
+        sees = (t[:, None] >= first[None, :]) & (t[:, None] < last[None, :])
+    return _add_key_gradients(
+        d_key, d_value, key, value, q, d_out, lse, delta, head_offset, exists, sees, scale, D, WHOLE
+    )
+
+
+@triton.jit
 def _forward_kernel(
     q, ck, cv, bk, bv, start, end, out, lse,
     N, T, scale,
@@ -70,7 +173,8 @@ def _forward_kernel(
     M: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    tile, kv, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # The last anchors of a document have most to read: they begin first.
+    kv, tile, r = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
     columns = tl.arange(0, D)
     block, slot, head_offset, exists = _query_rows(tile * M, r, kv, N, B, HG, G, M)
     query = tl.load(q + head_offset[:, None] * D + columns, mask=exists[:, None], other=0.0)
@@ -89,21 +193,19 @@ def _forward_kernel(
     row_offset = (r.to(tl.int64) * T * G + kv) * D
     context_key, context_value = ck + row_offset, cv + row_offset
     first, last = _context_range(start, end, r * N, block, slot, exists, WINDOW)
-    for t0 in range(tl.min(first) // TILE * TILE, tl.max(last), TILE):
-        t = t0 + tl.arange(0, TILE)
-        at_context = t[:, None] * (G * D) + columns
-        key = tl.load(context_key + at_context, mask=(t < T)[:, None], other=0.0)
-        value = tl.load(context_value + at_context, mask=(t < T)[:, None], other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        sees = (t[None, :] >= first[:, None]) & (t[None, :] < last[:, None])
-        scores = tl.where(sees, scores, -float("inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        rescale = tl.exp2(maximum - new_maximum)
-        weights = tl.exp2(scores - new_maximum[:, None])
-        total = total * rescale + tl.sum(weights, 1)
-        accumulated = accumulated * rescale[:, None]
-        accumulated = tl.dot(weights.to(value.dtype), value, accumulated, input_precision="ieee")
-        maximum = new_maximum
+    begin, whole_begin, whole_end, stop = _context_tiles(first, last, exists, TILE)
+    for t0 in range(begin, whole_begin, TILE):
+        maximum, total, accumulated = _attend(
+            maximum, total, accumulated, query, context_key, context_value, t0, first, last, T, scale, G, D, TILE, False
+        )  # fmt: skip
+    for t0 in range(whole_begin, whole_end, TILE):
+        maximum, total, accumulated = _attend(
+            maximum, total, accumulated, query, context_key, context_value, t0, first, last, T, scale, G, D, TILE, True
+        )  # fmt: skip
+    for t0 in range(whole_end, stop, TILE):
+        maximum, total, accumulated = _attend(
+            maximum, total, accumulated, query, context_key, context_value, t0, first, last, T, scale, G, D, TILE, False
+        )  # fmt: skip
 
     tl.store(out + head_offset[:, None] * D + columns, accumulated / total[:, None], mask=exists[:, None])
     tl.store(lse + head_offset, maximum + tl.log2(total), mask=exists)
@@ -118,7 +220,8 @@ def _query_gradient_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries, and delta: of each query row, the dot product of output and gradient."""
-    tile, kv, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # The last anchors of a document have most to read: they begin first.
+    kv, tile, r = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
     columns = tl.arange(0, D)
     block, slot, head_offset, exists = _query_rows(tile * M, r, kv, N, B, HG, G, M)
     at = head_offset[:, None] * D + columns
@@ -143,17 +246,22 @@ def _query_gradient_kernel(
     row_offset = (r.to(tl.int64) * T * G + kv) * D
     context_key, context_value = ck + row_offset, cv + row_offset
     first, last = _context_range(start, end, r * N, block, slot, exists, WINDOW)
-    for t0 in range(tl.min(first) // TILE * TILE, tl.max(last), TILE):
-        t = t0 + tl.arange(0, TILE)
-        at_context = t[:, None] * (G * D) + columns
-        key = tl.load(context_key + at_context, mask=(t < T)[:, None], other=0.0)
-        value = tl.load(context_value + at_context, mask=(t < T)[:, None], other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        sees = (t[None, :] >= first[:, None]) & (t[None, :] < last[:, None])
-        weights = tl.where(sees, tl.exp2(scores - log_total[:, None]), 0.0)
-        d_weights = tl.dot(d_output, tl.trans(value), input_precision="ieee")
-        d_scores = weights * (d_weights - row_delta[:, None])
-        d_query = tl.dot(d_scores.to(key.dtype), key, d_query, input_precision="ieee")
+    begin, whole_begin, whole_end, stop = _context_tiles(first, last, exists, TILE)
+    for t0 in range(begin, whole_begin, TILE):
+        d_query = _add_query_gradient(
+            d_query, query, d_output, log_total, row_delta, context_key, context_value, t0, first, last, T, scale,
+            G, D, TILE, False,
+        )  # fmt: skip
+    for t0 in range(whole_begin, whole_end, TILE):
+        d_query = _add_query_gradient(
+            d_query, query, d_output, log_total, row_delta, context_key, context_value, t0, first, last, T, scale,
+            G, D, TILE, True,
+        )  # fmt: skip
+    for t0 in range(whole_end, stop, TILE):
+        d_query = _add_query_gradient(
+            d_query, query, d_output, log_total, row_delta, context_key, context_value, t0, first, last, T, scale,
+            G, D, TILE, False,
+        )  # fmt: skip
 
     tl.store(dq + at, d_query * natural_scale, mask=exists[:, None])
 
@@ -178,18 +286,10 @@ def _own_gradient_kernel(
     d_value = tl.zeros((S, D), tl.float32)
     for first in range(tile * BLOCKS * B * HG, (tile + 1) * BLOCKS * B * HG, M):
         block, slot, head_offset, exists = _query_rows(first, r, kv, N, B, HG, G, M)
-        query_at = head_offset[:, None] * D + columns
-        query = tl.load(q + query_at, mask=exists[:, None], other=0.0)
-        d_output = tl.load(d_out + query_at, mask=exists[:, None], other=0.0)
-        log_total = tl.load(lse + head_offset, mask=exists, other=0.0)
-        row_delta = tl.load(delta + head_offset, mask=exists, other=0.0)
-        scores = tl.dot(key, tl.trans(query), input_precision="ieee") * scale
         sees = _sees_slots(block, slot, exists, key_block, key_slot, key_exists, CAUSAL, WINDOW) & exists[:, None]
-        weights = tl.where(tl.trans(sees), tl.exp2(scores - log_total[None, :]), 0.0)
-        d_value = tl.dot(weights.to(value.dtype), d_output, d_value, input_precision="ieee")
-        d_weights = tl.dot(value, tl.trans(d_output), input_precision="ieee")
-        d_scores = weights * (d_weights - row_delta[None, :])
-        d_key = tl.dot(d_scores.to(key.dtype), query, d_key, input_precision="ieee")
+        d_key, d_value = _add_key_gradients(
+            d_key, d_value, key, value, q, d_out, lse, delta, head_offset, exists, tl.trans(sees), scale, D, False
+        )
 
     tl.store(dbk + key_at, d_key * natural_scale, mask=key_exists[:, None])
     tl.store(dbv + key_at, d_value, mask=key_exists[:, None])
@@ -203,7 +303,7 @@ def _context_gradient_kernel(
     M: tl.constexpr, TILE: tl.constexpr, NEXT_N: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of context keys and values: a sum over the run of query rows that read it."""
-    context_tile, kv, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv, context_tile, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     columns = tl.arange(0, D)
     t0 = context_tile * TILE
     t = t0 + tl.arange(0, TILE)
@@ -217,26 +317,34 @@ def _context_gradient_kernel(
     if WINDOW > 0:
         first_of_block = tl.maximum(first_of_block, last_of_block - WINDOW + 1)
     reads = (first_of_block < t0 + TILE) & (last_of_block > t0)
-    first_row = tl.min(tl.where(reads, n, N)) * (B * HG)
-    end_row = tl.max(tl.where(reads, n + 1, 0)) * (B * HG)
+    if WINDOW > 0:
+        first_of_block += B - 1  # of the last slot, whose window begins last
+    sees_whole = reads & (first_of_block <= t0) & (last_of_block >= t0 + TILE)
+    begin = tl.min(tl.where(reads, n, N)) * (B * HG)
+    stop = tl.max(tl.where(reads, n + 1, 0)) * (B * HG)
+    # The rows that see the whole tile follow one another; of their M-row tiles those count that lie among them.
+    whole_begin = begin + tl.cdiv(tl.min(tl.where(sees_whole, n, N)) * (B * HG) - begin, M) * M
+    whole_begin = tl.minimum(whole_begin, tl.maximum(begin, stop))
+    whole_end = begin + (tl.max(tl.where(sees_whole, n + 1, 0)) * (B * HG) - begin) // M * M
+    whole_end = tl.maximum(whole_begin, whole_end)
 
     d_key = tl.zeros((TILE, D), tl.float32)
     d_value = tl.zeros((TILE, D), tl.float32)
-    for first in range(first_row, end_row, M):
-        block, slot, head_offset, exists = _query_rows(first, r, kv, N, B, HG, G, M)
-        query_at = head_offset[:, None] * D + columns
-        query = tl.load(q + query_at, mask=exists[:, None], other=0.0)
-        d_output = tl.load(d_out + query_at, mask=exists[:, None], other=0.0)
-        log_total = tl.load(lse + head_offset, mask=exists, other=0.0)
-        row_delta = tl.load(delta + head_offset, mask=exists, other=0.0)
-        first_seen, last_seen = _context_range(start, end, r * N, block, slot, exists, WINDOW)
-        scores = tl.dot(key, tl.trans(query), input_precision="ieee") * scale
-        sees = (t[:, None] >= first_seen[None, :]) & (t[:, None] < last_seen[None, :])
-        weights = tl.where(sees, tl.exp2(scores - log_total[None, :]), 0.0)
-        d_value = tl.dot(weights.to(value.dtype), d_output, d_value, input_precision="ieee")
-        d_weights = tl.dot(value, tl.trans(d_output), input_precision="ieee")
-        d_scores = weights * (d_weights - row_delta[None, :])
-        d_key = tl.dot(d_scores.to(key.dtype), query, d_key, input_precision="ieee")
+    for first_row in range(begin, whole_begin, M):
+        d_key, d_value = _add_context_gradients(
+            d_key, d_value, key, value, q, d_out, lse, delta, start, end, first_row, t, r, kv, N, scale,
+            B, HG, G, D, M, WINDOW, False,
+        )  # fmt: skip
+    for first_row in range(whole_begin, whole_end, M):
+        d_key, d_value = _add_context_gradients(
+            d_key, d_value, key, value, q, d_out, lse, delta, start, end, first_row, t, r, kv, N, scale,
+            B, HG, G, D, M, WINDOW, True,
+        )  # fmt: skip
+    for first_row in range(whole_end, stop, M):
+        d_key, d_value = _add_context_gradients(
+            d_key, d_value, key, value, q, d_out, lse, delta, start, end, first_row, t, r, kv, N, scale,
+            B, HG, G, D, M, WINDOW, False,
+        )  # fmt: skip
 
     tl.store(dck + at, d_key * natural_scale, mask=(t < T)[:, None])
     tl.store(dcv + at, d_value, mask=(t < T)[:, None])
@@ -280,7 +388,7 @@ def block_attention_kernel(
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     num_tiles = triton.cdiv(N * launch["B"] * launch["HG"], launch["M"])
-    _forward_kernel[(num_tiles, launch["G"], R)](
+    _forward_kernel[(launch["G"], num_tiles, R)](
         q, ck, cv, bk, bv, start, end, out, lse, N, ck.shape[1], d**-0.5 * LOG2_E,
         **launch, S=_spanned_keys(launch), CAUSAL=causal, WINDOW=window,
     )  # fmt: skip
@@ -300,12 +408,12 @@ def block_attention_backward_kernel(
     scales = (d**-0.5 * LOG2_E, d**-0.5)
     launch = _launch(q, ck, query_rows=128, num_warps=8, num_stages=3)
     num_tiles = triton.cdiv(N * B * launch["HG"], launch["M"])
-    _query_gradient_kernel[(num_tiles, launch["G"], R)](
+    _query_gradient_kernel[(launch["G"], num_tiles, R)](
         q, ck, cv, bk, bv, start, end, out, lse, d_out, delta, dq, N, T, *scales,
         **launch, S=_spanned_keys(launch), CAUSAL=causal, WINDOW=window,
     )  # fmt: skip
     launch = _launch(q, ck, query_rows=64, num_warps=4, num_stages=2)
-    _context_gradient_kernel[(triton.cdiv(T, launch["TILE"]), launch["G"], R)](
+    _context_gradient_kernel[(launch["G"], triton.cdiv(T, launch["TILE"]), R)](
         q, ck, cv, start, end, lse, d_out, delta, dck, dcv, N, T, *scales,
         **launch, NEXT_N=triton.next_power_of_2(N), WINDOW=window,
     )  # fmt: skip

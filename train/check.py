@@ -1,60 +1,92 @@
-"""`--check`: what a run would be and need, from the config and the manifest alone, without GPU or shards."""
+"""`--check`: what a run would be and need, from the config and the manifest alone. It needs no GPU."""
 
 import json
-import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shards.codec import CODECS, bytes_per_token
+import torch
+
 from shards.manifest import MANIFEST_FILE, Manifest
 from shards.schema import missing_shards
 from train.config import RunConfig, default_target_layer_ids
-from train.export import exported_shapes
-from train.head import CHUNK_LOGITS
+from train.memory import INPUT_BYTES, RESERVED_PER_ALLOCATED, feature_bytes, memory_estimate, num_parameters
 from train.order import RowOrder
 
-BYTES = {"fp32": 4, "bf16": 2}
-GIB = 1 << 30
+CARDS_GB = (80, 141)  # H100, H200
+LESS_MEMORY = "lower train.rows_per_micro_step or train.num_anchors"
 STEP_SECONDS_EXAMPLE = 1.0  # the disk speed needed is given for a step of this length
 
 
 def check(config: RunConfig, cache: Path, *, as_json: bool) -> int:
     """Print the resolved plan of a run. Raises CacheError when there is a cache and it does not fit the config."""
     plan = resolve(config, cache)
-    if as_json:
-        print(json.dumps(plan, indent=1))
-        return 0
-    print(f"drafter            {plan['num_parameters']:,} parameters, γ {plan['gamma']:g}")
+    print(json.dumps(plan, indent=1) if as_json else "\n".join(describe(config, cache, plan)))
+    return 0
+
+
+def describe(config: RunConfig, cache: Path, plan: dict[str, Any]) -> Iterator[str]:
+    """The plan in lines for people."""
+    yield f"drafter            {plan['num_parameters']:,} parameters, γ {plan['gamma']:g}"
     layers = list(config.drafter.target_layer_ids)
     published = list(default_target_layer_ids(config.target.num_layers, len(layers)))
-    print(f"context layers     {layers}" + ("" if layers == published else f"; published drafters take {published}"))
-    print(
-        f"step               {config.train.rows_per_step} rows = {plan['slots_per_step']:,} token slots over "
-        f"{plan['num_processes']} process(es) × {plan['num_micro_steps']} micro-step(s) of "
-        f"{plan['token_budget']:,} slots, {config.train.num_anchors} anchors a row"
+    yield f"context layers     {layers}" + ("" if layers == published else f"; published drafters take {published}")
+    yield (
+        f"step               {count(config.train.rows_per_step, 'row')} = {plan['slots_per_step']:,} token slots over "
+        f"{count(plan['num_processes'], 'process')} × {count(plan['num_micro_steps'], 'micro-step')} of "
+        f"{plan['token_budget']:,} slots, {count(config.train.num_anchors, 'anchor')} a row"
     )
-    print(f"read from disk     {plan['bytes_per_step'] / 1e6:,.1f} MB a step, all processes together")
-    print(f"                   {plan['bytes_per_second_at_1s'] / 1e9:.2f} GB/s at {STEP_SECONDS_EXAMPLE:g} s a step")
-    print(f"memory of a GPU    {plan['memory_bytes'] / GIB:.1f} GiB (estimate)")
-    for name, size in plan["memory"].items():
-        print(f"  {name:<17}{size / GIB:.2f} GiB")
+    yield f"read from disk     {plan['bytes_per_step'] / 1e6:,.1f} MB a step, all processes together"
+    yield f"                   {plan['bytes_per_second_at_1s'] / 1e9:.2f} GB/s at {STEP_SECONDS_EXAMPLE:g} s a step"
+    yield from describe_memory(plan)
     if plan["num_steps"] is None:
         per_million = f"{plan['steps_per_million_tokens']:.1f} per million tokens and epoch"
-        print(f"steps              {per_million}; there is no cache in {cache}")
+        yield f"steps              {per_million}; there is no cache in {cache}"
+        return
+    epochs, rows = count(config.train.epochs, "epoch"), count(plan["num_train_rows"], "row")
+    yield f"steps              {plan['num_steps']:,}; {epochs} of {rows}"
+    if missing := plan["num_missing_shards"]:
+        yield f"cache              lacks {count(missing, 'shard')}: `make extract` makes what is missing"
+
+
+def describe_memory(plan: dict[str, Any]) -> Iterator[str]:
+    allocated, reserved = plan["memory_bytes"] / 1e9, plan["memory_reserved_bytes"] / 1e9
+    if plan["is_for_gpu"]:
+        yield f"memory of a GPU    {allocated:.1f} GB (estimate), {reserved:.0f} GB with the allocator's slack: " + (
+            compare_with_gpu(reserved, plan["gpu_memory_bytes"])
+        )
     else:
-        rows = f"{plan['num_train_rows']:,} rows"
-        print(f"steps              {plan['num_steps']:,} in {config.train.epochs} epochs of {rows}")
-        if plan["num_missing_shards"]:
-            print(f"cache              {plan['num_missing_shards']} shards are missing: `make extract` makes them")
-    return 0
+        yield f"memory             {allocated:.1f} GB a process (estimate); no GPU is visible: training is on the CPU"
+    for name, size in plan["memory"].items():
+        if size:
+            yield f"  {name:<17}{size / 1e9:.2f} GB"
+
+
+def compare_with_gpu(needed_gb: float, visible_bytes: int | None) -> str:
+    """Whether so much fits the GPU of this machine, or in words that of another one."""
+    if visible_bytes is not None:
+        if needed_gb <= visible_bytes / 1e9:
+            return f"fits the {visible_bytes / 1e9:.0f} GB of this GPU"
+        return f"WARNING, more than the {visible_bytes / 1e9:.0f} GB of this GPU; {LESS_MEMORY}"
+    for size_gb in CARDS_GB:
+        if needed_gb <= size_gb:
+            return f"fits a GPU of {size_gb} GB"
+    return f"more than a GPU of {CARDS_GB[-1]} GB has; {LESS_MEMORY}"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
 
 
 def resolve(config: RunConfig, cache: Path) -> dict[str, Any]:
     settings = config.train
-    num_processes = len(settings.gpus) if settings.gpus else 1
+    num_visible = torch.cuda.device_count()
+    num_processes = len(settings.gpus) if settings.gpus else max(1, num_visible)
+    is_for_gpu = bool(settings.gpus or num_visible) or settings.precision != "fp32"  # else training is on the CPU
     slots_per_step = settings.rows_per_step * config.cache.row_tokens
-    memory = memory_estimate(config)
-    bytes_per_step = slots_per_step * (feature_bytes(config) + 13)  # 3 int32 and the loss mask beside the features
+    memory = memory_estimate(config, num_processes=num_processes, is_for_gpu=is_for_gpu)
+    memory_bytes = sum(memory.values())
+    bytes_per_step = slots_per_step * (feature_bytes(config) + INPUT_BYTES)
     plan: dict[str, Any] = {
         "num_parameters": num_parameters(config),
         "gamma": config.gamma,
@@ -64,8 +96,11 @@ def resolve(config: RunConfig, cache: Path) -> dict[str, Any]:
         "slots_per_step": slots_per_step,
         "bytes_per_step": bytes_per_step,
         "bytes_per_second_at_1s": bytes_per_step / STEP_SECONDS_EXAMPLE,
+        "is_for_gpu": is_for_gpu,
         "memory": memory,
-        "memory_bytes": sum(memory.values()),
+        "memory_bytes": memory_bytes,
+        "memory_reserved_bytes": round(RESERVED_PER_ALLOCATED * memory_bytes) if is_for_gpu else memory_bytes,
+        "gpu_memory_bytes": torch.cuda.get_device_properties(0).total_memory if num_visible else None,
         "steps_per_million_tokens": 1e6 / slots_per_step,
         "num_steps": None,
         "num_train_rows": None,
@@ -78,33 +113,3 @@ def resolve(config: RunConfig, cache: Path) -> dict[str, Any]:
         plan["num_train_rows"] = manifest.plan.num_train_rows
         plan["num_missing_shards"] = len(missing_shards(cache, manifest))
     return plan
-
-
-def num_parameters(config: RunConfig) -> int:
-    return sum(math.prod(shape) for shape in exported_shapes(config).values())
-
-
-def feature_bytes(config: RunConfig) -> int:
-    """Stored bytes of one token's features."""
-    return len(config.drafter.target_layer_ids) * bytes_per_token(CODECS[config.cache.codec], config.target.hidden_size)
-
-
-def memory_estimate(config: RunConfig) -> dict[str, int]:
-    """Bytes of one rank, by what they are for. Activations count what the backward keeps of every layer."""
-    drafter, target, settings = config.drafter, config.target, config.train
-    element = BYTES[settings.precision]
-    parameters = num_parameters(config)
-    tokens = settings.rows_per_micro_step * config.cache.row_tokens
-    slots = settings.rows_per_micro_step * settings.num_anchors * drafter.block_size
-    query = drafter.num_attention_heads * drafter.head_dim
-    key = drafter.num_key_value_heads * drafter.head_dim
-    per_slot = 6 * target.hidden_size + 4 * query + 6 * key + 4 * drafter.intermediate_size
-    per_token = 6 * key
-    return {
-        "weights": element * parameters if element < 4 else 0,
-        "optimizer": 16 * parameters,  # masters, gradients, two moments in fp32
-        "target's head": 2 * element * target.vocab_size * target.hidden_size,
-        "features": tokens * (feature_bytes(config) + element * len(drafter.target_layer_ids) * target.hidden_size),
-        "activations": element * drafter.num_layers * (slots * per_slot + tokens * per_token),
-        "logits": 3 * 4 * min(CHUNK_LOGITS, slots * target.vocab_size),
-    }

@@ -101,7 +101,11 @@ class TrainConfig:
     clip_norm: float = 1.0
     gamma: float | None = None  # decay of the slot weights, in slots; None: by block size
     loss: Literal["ce"] = "ce"
-    precision: Literal["fp32", "bf16"] = "bf16"  # of weights and activations; masters and moments are fp32 always
+    precision: Literal["fp32", "bf16", "fp8"] = "bf16"  # of products; masters and moments are fp32 always
+    attention: Literal["kernel", "torch"] = "kernel"  # on a GPU; "torch" takes any shape, in more time and memory
+    capture: bool = True  # on a GPU: replay every step as one CUDA graph; False launches its kernels one by one
+    recompute: Literal["none", "mlp", "layer"] = "none"  # in the backward, instead of keeping it in memory
+    compile_cache: str = ".compile-cache"  # directory where compiled kernels are kept between runs
     seed: int = 0
     log_every: int = 10
     eval_every: int = 500

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from shards.codec import CODECS, GROUP_CHANNELS, rotation_block, rotation_norm, rotation_signs
+from train.graph import fused
 
 
+@fused
 def decode_features(codec: str, codes_RKTC: Tensor, scales_RKTG: Tensor, dtype: torch.dtype) -> Tensor:
     """The features [R, T, K·H] in `dtype`, in the basis of the codec. C and G: widths of codes and scales."""
     features_RKTH = DECODERS[codec](codes_RKTC, scales_RKTG, dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 from shards.codec import CODECS
 from train.config import RunConfig
 from train.decode import unrotate_columns
+from train.drafter import split_projections
 from train.target_head import TargetHead
 
 WEIGHTS_FILE = "model.safetensors"
@@ -20,8 +21,8 @@ FC_WEIGHT = "fc.weight"
 
 def export_drafter(directory: Path, masters: dict[str, Tensor], config: RunConfig, head: TargetHead) -> None:
     """Write the drafter with these fp32 weights, in bf16, and its config into `directory`, which exists."""
-    in_target_basis = to_target_basis(masters, config).items()
-    tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in in_target_basis}
+    published = split_projections(to_target_basis(masters, config), config.drafter)
+    tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in published.items()}
     check_exported(tensors, config)
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     (directory / CONFIG_FILE).write_text(json.dumps(exported_config(config, head), indent=2) + "\n", encoding="utf-8")

@@ -1,6 +1,7 @@
 """The feed: rows from disk into page-locked slots, and from there to the tensors of the step. One thread.
 
-Reading the next rows happens while the device replays the step before; two slots bound how far the host runs ahead.
+Reading rows and copying them to the device both happen while the device replays the step before: the copy goes on a
+stream of its own, to where the step does not look. Two slots bound how far the host runs ahead.
 """
 
 import time
@@ -10,23 +11,21 @@ import torch
 
 from shards.reader import CacheReader
 from train.order import NO_ROW
+from train.runtime import wait_for
 from train.staging import StagedRows
 
 NUM_SLOTS = 2
 
 
 class Feed:
-    """Fills `staged`. Owns the host slots and the clock that says how long the device waited for data."""
+    """Fills `staged`. Owns the way there and the clock that says how long the device waited for data."""
 
     def __init__(self, reader: CacheReader, layers: Sequence[int], staged: StagedRows) -> None:
         self.reader = reader
         self.layers = tuple(layers)
         self.staged = staged
-        self.device = staged.epoch.device
-        on_gpu = self.device.type == "cuda"
-        self.slots = [staged.allocate_host(pinned=on_gpu) for _ in range(NUM_SLOTS)]
-        self.copied = [torch.cuda.Event() for _ in range(NUM_SLOTS)] if on_gpu else []
-        self.turn = 0
+        on_gpu = staged.epoch.is_cuda
+        self.transfer = DeviceTransfer(staged) if on_gpu else HostTransfer(staged)
         self.wait = DeviceWait() if on_gpu else HostWait()
 
     def load(self, rows: Sequence[int], *, epoch: int, feature_rows: Sequence[int] | None = None) -> None:
@@ -35,19 +34,14 @@ class Feed:
         `feature_rows`: whose features each row gets instead of its own.
         """
         self.wait.begin()
-        index = self.turn % NUM_SLOTS
-        slot = self.slots[index]
-        if self.copied:
-            self.copied[index].synchronize()  # until the copy of two loads ago has left the slot
+        slot = self.transfer.next_slot()
         slot.epoch.fill_(epoch)
         for i in range(len(slot.row_ids_R)):
             row = rows[i] if i < len(rows) else NO_ROW
             self._fill(slot, i, row, row if feature_rows is None or row == NO_ROW else feature_rows[i])
+        self.transfer.send()
         self.wait.end()
-        self.staged.copy_from(slot)
-        if self.copied:
-            self.copied[index].record()
-        self.turn += 1
+        self.transfer.stage()
 
     def _fill(self, slot: StagedRows, i: int, row: int, feature_row: int) -> None:
         slot.row_ids_R[i] = row
@@ -57,6 +51,55 @@ class Feed:
         self.reader.read_row(feature_row, self.layers, slot.row_buffers(i, num_layers=len(self.layers)))
         if feature_row != row:
             self.reader.read_row(row, (), slot.row_buffers(i, num_layers=0))
+
+
+class HostTransfer:
+    """On the CPU rows are read straight to where the step looks."""
+
+    def __init__(self, staged: StagedRows) -> None:
+        self.staged = staged
+
+    def next_slot(self) -> StagedRows:
+        return self.staged
+
+    def send(self) -> None:
+        pass
+
+    def stage(self) -> None:
+        pass
+
+
+class DeviceTransfer:
+    """Slots of the host → the landing on the device, on a stream of its own → what the step reads, before the step."""
+
+    def __init__(self, staged: StagedRows) -> None:
+        self.staged = staged
+        self.slots = [staged.allocate_like("cpu", pinned=True) for _ in range(NUM_SLOTS)]
+        self.landing = staged.allocate_like(staged.epoch.device)
+        self.sent = [torch.cuda.Event() for _ in range(NUM_SLOTS)]
+        self.staged_last = torch.cuda.Event()
+        self.stream = torch.cuda.Stream()
+        self.turn = 0
+
+    def next_slot(self) -> StagedRows:
+        """The slot of two loads ago, once its rows have left it."""
+        index = self.turn % NUM_SLOTS
+        wait_for(self.sent[index])
+        return self.slots[index]
+
+    def send(self) -> None:
+        """Enqueue the slot's copy; the step's stream goes on when it has landed."""
+        index = self.turn % NUM_SLOTS
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(self.staged_last)
+            self.landing.copy_from(self.slots[index])
+            self.sent[index].record()
+        torch.cuda.current_stream().wait_event(self.sent[index])
+        self.turn += 1
+
+    def stage(self) -> None:
+        self.staged.copy_from(self.landing)
+        self.staged_last.record()
 
 
 class HostWait:
@@ -81,7 +124,7 @@ class HostWait:
 
 
 class DeviceWait:
-    """On the GPU: the time on the device's own timeline between the end of a step and the start of the next copy."""
+    """On the GPU: the time on the device's own timeline between the end of a step and the landing of the next rows."""
 
     def __init__(self) -> None:
         self.gaps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []

@@ -6,13 +6,14 @@ its owner and refuses. There is no fallback: when capture fails, the reason is t
 
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
 
 from shards.errors import RunError
 
+MAX_SHAPES = 64  # that one function may be compiled for; past that the compiler fails rather than falls back
 NUM_WARMUPS = 2  # compilation, autotuning and lazy handles come before capture
 
 
@@ -35,7 +36,9 @@ class CapturedFunction:
             with torch.cuda.graph(self.graph):
                 function()
         except RuntimeError as error:
-            raise RunError(f"the {name} could not be captured as a CUDA graph: {error}") from error
+            raise RunError(
+                f"the {name} could not be captured as a CUDA graph: {error}; train.capture=false runs without"
+            ) from error
 
     def __call__(self) -> None:
         if threading.get_ident() != self.owner:
@@ -49,12 +52,24 @@ class CapturedFunction:
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` fused by inductor, for fixed shapes. Made on first use: importing the compiler takes seconds."""
+    torch._dynamo.config.recompile_limit = MAX_SHAPES
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def prepare(function: Callable[[], None], name: str, device: torch.device) -> Callable[[], None]:
-    """The captured function on CUDA; on the CPU, where nothing is launched, the function itself.
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator for elementwise work: few passes over memory on CUDA, as written on the CPU."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in args)
+        return (compiled(function) if on_gpu else function)(*args, **kwargs)
+
+    return call
+
+
+def prepare(function: Callable[[], None], name: str, device: torch.device, *, capture: bool) -> Callable[[], None]:
+    """The captured function on CUDA; on the CPU, or where it is not to be captured, the function itself.
 
     The function must be harmless when it runs on empty rows, because warming up runs it.
     """
-    return CapturedFunction(function, name) if device.type == "cuda" else function
+    return CapturedFunction(function, name) if capture and device.type == "cuda" else function

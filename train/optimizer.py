@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from train.graph import compiled
+from train.graph import fused
+from train.linear import GradientSum, Linear
 
 ALIGNMENT = 128  # elements: parameters start at addresses that matrix kernels like
 
@@ -19,9 +20,13 @@ class FlatParameters:
     """The parameters of a module laid end to end: weights in the working dtype, the rest in fp32.
 
     Takes over the module's parameters: each becomes a view of `weights`. In fp32 the weights are the masters.
+    Gradients are summed over micro-steps in fp32; where a step is one micro-step (`accumulates=False`), they are
+    kept in the working dtype, in which they are computed.
     """
 
-    def __init__(self, module: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, *, dtype: torch.dtype, device: torch.device, accumulates: bool = True
+    ) -> None:
         names, parameters = zip(*module.named_parameters(), strict=True)
         offsets, end = [], 0
         for parameter in parameters:
@@ -29,7 +34,8 @@ class FlatParameters:
             end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
         self.masters = torch.zeros(end, dtype=torch.float32, device=device)
         self.weights = self.masters if dtype == torch.float32 else torch.zeros(end, dtype=dtype, device=device)
-        self.gradients = torch.zeros_like(self.masters)  # summed over micro-steps, unnormalised
+        self.accumulates = accumulates
+        self.gradients = torch.zeros(end, dtype=torch.float32 if accumulates else dtype, device=device)
         self.first_moments = torch.zeros_like(self.masters)
         self.second_moments = torch.zeros_like(self.masters)
 
@@ -38,19 +44,41 @@ class FlatParameters:
             return [flat[offset : offset + p.numel()].view_as(p) for p, offset in pairs]
 
         self.parameters = parameters
-        self.gradient_views = views(self.gradients)
+        gradient_views = dict(zip(names, views(self.gradients), strict=True))
         self.masters_by_name = dict(zip(names, views(self.masters), strict=True))
         for parameter, master, weight in zip(
             parameters, self.masters_by_name.values(), views(self.weights), strict=True
         ):
             master.copy_(parameter.detach())
             parameter.data = weight
+        self.gradient_sums = {name: GradientSum(view) for name, view in gradient_views.items()}
+        self.linears = [linear for linear in module.modules() if isinstance(linear, Linear)]
+        for name, linear in module.named_modules():
+            if isinstance(linear, Linear):
+                linear.bind(gradient_views[f"{name}.weight"])
         self.refresh_weights()
+
+    def add_gradients(self, loss: Tensor) -> None:
+        """Differentiate `loss` and add its gradients to the sums; the first of a step replaces what was there."""
+        linear_sums = [gradient_sum for linear in self.linears for gradient_sum in linear.gradient_sums]
+        for gradient_sum in (*self.gradient_sums.values(), *linear_sums):
+            gradient_sum.is_fresh = not self.accumulates
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        for gradient_sum, gradient in zip(self.gradient_sums.values(), gradients, strict=True):
+            if gradient is not None:  # else a linear has added it
+                gradient_sum.add(gradient)
 
     def refresh_weights(self) -> None:
         """Make the weights those of the masters, rounded."""
         if self.weights is not self.masters:
             self.weights.copy_(self.masters)
+        self.refresh_float8()
+
+    def refresh_float8(self) -> None:
+        """Make the 8-bit weights, where there are any, those of the weights."""
+        for linear in self.linears:
+            if linear.float8 is not None:
+                linear.refresh_float8()
 
     def state(self) -> dict[str, Tensor]:
         return {
@@ -109,7 +137,7 @@ def adamw_step(
     `loss_sum` and `weight_sum` are the reduced Σ w·CE and Σ w. The gradients are left as they are; the caller zeroes
     them. Reference: Loshchilov and Hutter 2019 without decay, i.e. Adam with bias correction.
     """
-    norm = flat.gradients.norm() / weight_sum
+    norm = torch.linalg.vector_norm(flat.gradients, dtype=torch.float32) / weight_sum
     is_empty = weight_sum == 0
     is_finite = torch.isfinite(norm) & torch.isfinite(loss_sum)
     applies = is_finite & ~is_empty
@@ -118,9 +146,9 @@ def adamw_step(
     num_updates = (counters.num_updates + 1).double()
     first_correction, second_correction = ((1 - beta**num_updates).float() for beta in betas)
     lr = torch.where(applies, schedule.learning_rate(counters.step), 0.0)
-    update = compiled(apply_adam) if flat.masters.is_cuda else apply_adam
-    update(
+    apply_adam(
         flat.masters,
+        flat.weights,
         flat.gradients,
         flat.first_moments,
         flat.second_moments,
@@ -132,7 +160,7 @@ def adamw_step(
         second_correction=second_correction,
         eps=eps,
     )
-    flat.refresh_weights()
+    flat.refresh_float8()
 
     counters.step.add_(1)
     counters.num_updates.add_(applies)
@@ -143,8 +171,10 @@ def adamw_step(
     return norm
 
 
+@fused
 def apply_adam(
     masters: Tensor,
+    weights: Tensor,
     gradients: Tensor,
     first_moments: Tensor,
     second_moments: Tensor,
@@ -158,8 +188,10 @@ def apply_adam(
     eps: float,
 ) -> None:
     """The elementwise part, over flat fp32 buffers; scalars are 0-d tensors. Where `applies` is False: no change."""
-    gradients = torch.where(applies, gradients * scale, 0.0)
+    gradients = torch.where(applies, gradients.float() * scale, 0.0)
     first_moments.lerp_(gradients, (1 - betas[0]) * applies)
     second_moments.lerp_(gradients.square(), (1 - betas[1]) * applies)
     denominator = (second_moments / second_correction).sqrt() + eps
     masters.sub_(lr / first_correction * first_moments / denominator)
+    if weights.dtype != masters.dtype:
+        weights.copy_(masters)

@@ -8,13 +8,15 @@ import torch
 
 from shards.errors import CacheError, UsageError
 from shards.manifest import Manifest
-from shards.schema import missing_shards
-from train.checkpoint import checkpoint_step
+from shards.schema import HEAD_CONFIG_FILE, HEAD_FILE, missing_shards
+from shards.verify import check_at_a_glance, check_file
+from train.checkpoint import checkpoint_step, read_state
 from train.config import RunConfig
 from train.order import RowOrder
 from train.rundir import begin_or_continue
 
 KERNEL_HEAD_DIMS = (16, 32, 64, 128, 256)
+FLOAT8_MULTIPLE = 16  # of every dimension of an 8-bit product
 
 
 class Beginning(NamedTuple):
@@ -42,16 +44,50 @@ def preflight(config: RunConfig, cache: Path, run: Path, *, world_size: int, res
     config.train.num_micro_steps(world_size)
     if torch.cuda.device_count():
         _check_kernels(config)
+    if config.train.precision == "fp8":
+        _check_float8(config)
     return Beginning(
         num_steps=RowOrder.of(config, manifest.plan).num_steps(config.train),
         checkpoint=begin_or_continue(run, config, manifest.identity, resume=resume),
     )
 
 
+def check_files(cache: Path, checkpoint: Path | None) -> None:
+    """Raise CacheError for a shard or a target's head, RunError for a checkpoint that training would stumble over.
+
+    For the launcher: once, not in every worker. The head is hashed in full, because it is less than 4 GB, which takes
+    seconds, and nothing checks it later; of the shards only sizes and small files are looked at.
+    """
+    if checkpoint is not None:
+        read_state(checkpoint)
+    manifest = Manifest.read(cache)
+    for name in (HEAD_CONFIG_FILE, HEAD_FILE):
+        check_file(cache, name, manifest.checksums.get(name, "none"))
+    check_at_a_glance(cache, manifest)
+
+
+def _check_float8(config: RunConfig) -> None:
+    if not torch.cuda.device_count() or torch.cuda.get_device_capability(0) < (9, 0):
+        raise UsageError('train.precision is "fp8", which needs a GPU of the Hopper generation or later: set "bf16"')
+    sizes = {
+        "target.hidden_size": config.target.hidden_size,
+        "target.vocab_size": config.target.vocab_size,
+        "drafter.intermediate_size": config.drafter.intermediate_size,
+        "cache.row_tokens": config.cache.row_tokens,
+        "train.num_anchors × drafter.block_size": config.train.num_anchors * config.drafter.block_size,
+    }
+    for name, size in sizes.items():
+        if size % FLOAT8_MULTIPLE:
+            raise UsageError(
+                f'{name} is {size}: with train.precision = "fp8" it must be a multiple of {FLOAT8_MULTIPLE}; set "bf16"'
+            )
+
+
 def _check_kernels(config: RunConfig) -> None:
     if importlib.util.find_spec("triton") is None:
         raise UsageError("triton is not installed, and training on a GPU needs it: install torch's CUDA build")
-    if config.drafter.head_dim not in KERNEL_HEAD_DIMS:
+    if config.train.attention == "kernel" and config.drafter.head_dim not in KERNEL_HEAD_DIMS:
         raise UsageError(
-            f"drafter.head_dim is {config.drafter.head_dim}: on a GPU it must be one of {list(KERNEL_HEAD_DIMS)}"
+            f"drafter.head_dim is {config.drafter.head_dim}: the attention kernel takes {list(KERNEL_HEAD_DIMS)}; "
+            'train.attention="torch" takes any'
         )

@@ -21,10 +21,14 @@ class Progress:
         )
 
     def say(self, text: str) -> None:
-        if self.enabled:
-            self.bar.clear()
+        if not self.enabled:
+            return
+        self.bar.clear()
+        try:
             print(text, flush=True)
-            self.bar.refresh()
+        except OSError:  # nobody reads it any more: no reason to lose the run, whose metrics.jsonl has it all
+            self.enabled = False
+        self.bar.refresh()
 
     def log(self, line: dict[str, Any], *, seconds_per_step: float) -> None:
         """Report one line of metrics.jsonl."""

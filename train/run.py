@@ -4,8 +4,8 @@ Everything that can be refused was refused by the launcher (train/__main__.py); 
 """
 
 import os
-import signal
 import time
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from shards.errors import RunError
+from shards.manifest import Identity
 from shards.reader import CacheReader
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import RunConfig
 from train.feed import Feed
 from train.heldout import evaluate
+from train.interrupt import Interrupt
+from train.lock import locked
 from train.metrics import summarise
 from train.order import RowOrder
 from train.progress import Progress
@@ -32,7 +35,6 @@ from train.trainer import DTYPES, Trainer
 def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) -> None:
     """Train from `checkpoint`, or from the beginning; raises RunError when the run can't go on or is interrupted."""
     compute_on_one_thread_deterministically()
-    interrupt = Interrupt()
     ranks = Ranks.join()
     reader = CacheReader(cache)
     plan = reader.manifest.plan
@@ -53,12 +55,7 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
     if checkpoint is not None:
         load_checkpoint(checkpoint, config, trainer)
         first_step = int(trainer.step.counters.step)
-    log = None
-    if ranks.is_first:
-        record_config(run, config, reader.manifest.identity)
-        log = MetricsLog(run, first_step=first_step)
-    progress = Progress(num_steps=num_steps, first_step=first_step, enabled=ranks.is_first)
-    progress.say(f"training on {describe(ranks)}: steps {first_step}..{num_steps}, γ {config.gamma:g}, run {run}")
+    log: MetricsLog | None = None
 
     def save() -> None:
         if ranks.is_first:
@@ -66,47 +63,65 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
         ranks.barrier()
 
     heldout_rows = range(plan.num_train_rows, plan.num_rows)
-    clock = IntervalClock(first_step)
-    for k in range(first_step, num_steps):
-        micro_steps = order.micro_steps(
-            k,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            rows_per_micro_step=config.train.rows_per_micro_step,
-        )
-        for i, micro_rows in enumerate(micro_steps):
-            feed.load(micro_rows, epoch=order.epoch(k))
-            trainer.step.micro_step(i)
-            feed.wait.finish_step()
-        done = k + 1
-        is_last = done == num_steps
-        if not (is_last or done % config.train.log_every == 0):
-            continue
-
-        must_stop = interrupt.agree(ranks)
-        line = read_interval(config, trainer.step, ranks, order, done, clock, feed)
-        num_bad = int(trainer.step.counters.num_bad_in_a_row)
-        if num_bad >= config.train.max_bad_steps:
-            raise RunError(
-                f"the last {num_bad} steps up to step {done} had a loss or gradient that is "
-                f"not finite, and train.max_bad_steps is {config.train.max_bad_steps}; {run} keeps its checkpoints"
+    interrupt = Interrupt(ranks)
+    ranks.barrier()  # from here on all save when they are asked to stop
+    with (
+        locked(run) if ranks.is_first else nullcontext(),
+        closing(Progress(num_steps=num_steps, first_step=first_step, enabled=ranks.is_first)) as progress,
+    ):
+        progress.say(f"training on {describe(ranks)}: steps {first_step}..{num_steps}, γ {config.gamma:g}, run {run}")
+        clock = IntervalClock(first_step)
+        for k in range(first_step, num_steps):
+            micro_steps = order.micro_steps(
+                k,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                rows_per_micro_step=config.train.rows_per_micro_step,
             )
-        if is_last or done % config.train.eval_every == 0:
-            heldout = evaluate(trainer.heldout_step, feed, heldout_rows, ranks, block_size=config.drafter.block_size)
-            line |= heldout.to_json() if heldout else {}
-        if log is not None:
-            log.append(line)
-        progress.log(line, seconds_per_step=clock.seconds_per_step)
-        if is_last or must_stop or done % config.train.save_every == 0:
-            save()
-        if must_stop and not is_last:
-            progress.close()
-            raise RunError(f"interrupted at step {done}, --resume continues")
-        feed.wait.take()  # evaluation and saving are no part of the interval
-        clock.restart(done)
-    progress.close()
+            for i, micro_rows in enumerate(micro_steps):
+                feed.load(micro_rows, epoch=order.epoch(k))
+                trainer.step.micro_step(i)
+                feed.wait.finish_step()
+            done = k + 1
+            is_last = done == num_steps
+            must_stop = interrupt.agreed()
+            if not (is_last or must_stop or done % config.train.log_every == 0):
+                continue
+
+            ranks.wait_for_device()
+            line = read_interval(config, trainer.step, ranks, order, done, clock, feed)
+            num_bad = int(trainer.step.counters.num_bad_in_a_row)
+            if num_bad >= config.train.max_bad_steps:
+                raise RunError(
+                    f"the last {num_bad} steps up to step {done} had a loss or gradient that is "
+                    f"not finite, and train.max_bad_steps is {config.train.max_bad_steps}; {run} keeps its checkpoints"
+                )
+            if is_last or done % config.train.eval_every == 0:
+                block_size = config.drafter.block_size
+                heldout = evaluate(trainer.heldout_step, feed, heldout_rows, ranks, block_size=block_size)
+                line |= heldout.to_json() if heldout else {}
+            if ranks.is_first:
+                # Only now: a run that can't take its first steps leaves nothing behind.
+                log = log or begin_log(run, config, reader.manifest.identity, first_step=first_step)
+                log.append(line)
+            progress.log(line, seconds_per_step=clock.seconds_per_step)
+            if is_last or must_stop or done % config.train.save_every == 0:
+                save()
+            if must_stop and not is_last:
+                interrupt.ignore_from_now_on()
+                raise RunError(
+                    f"interrupted at step {done} of {num_steps}, saved in {run}: `make train` or --resume continues"
+                )
+            feed.wait.take()  # evaluation and saving are no part of the interval
+            clock.restart(done)
+    interrupt.ignore_from_now_on()
     reader.close()
     ranks.barrier()
+
+
+def begin_log(run: Path, config: RunConfig, identity: Identity, *, first_step: int) -> MetricsLog:
+    record_config(run, config, identity)
+    return MetricsLog(run, first_step=first_step)
 
 
 def read_interval(
@@ -150,24 +165,6 @@ class IntervalClock:
         seconds = time.perf_counter() - self.started
         self.seconds_per_step = seconds / (done - self.first_step)
         return seconds
-
-
-class Interrupt:
-    """SIGTERM and SIGINT raise a flag; the run reads it at log intervals, where all ranks can agree to stop."""
-
-    def __init__(self) -> None:
-        self.received = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._receive)
-
-    def _receive(self, number: int, frame: object) -> None:
-        self.received = True
-
-    def agree(self, ranks: Ranks) -> bool:
-        """Whether any rank was asked to stop."""
-        flag = torch.tensor(float(self.received), device=ranks.device)
-        ranks.sum_(flag)
-        return bool(flag.item())
 
 
 def describe(ranks: Ranks) -> str:

@@ -15,8 +15,9 @@ from shards.config import to_json
 from shards.durable import write_json
 from shards.errors import UsageError
 from shards.manifest import Identity
-from train.checkpoint import latest_checkpoint
+from train.checkpoint import CHECKPOINTS_DIRECTORY, LATEST_LINK, latest_checkpoint
 from train.config import RunConfig
+from train.lock import LOCK_FILE
 
 RUN_CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
@@ -31,7 +32,11 @@ MAY_CHANGE = {
     "train.save_every",
     "train.keep_checkpoints",
     "train.max_bad_steps",
+    "train.capture",
+    "train.recompute",
+    "train.compile_cache",
 }
+Loss = float | int | None  # in a line of metrics: None where nothing was counted
 
 
 def begin_or_continue(run: Path, config: RunConfig, identity: Identity, *, resume: bool) -> Path | None:
@@ -44,7 +49,7 @@ def begin_or_continue(run: Path, config: RunConfig, identity: Identity, *, resum
         return None
     if not run.is_dir() or not os.access(run, os.W_OK):
         raise UsageError(f"{run} is not a directory that can be written to: --run names another")
-    if not any(run.iterdir()):
+    if all(_is_leftover(path.name) for path in run.iterdir()):
         return None
     if not resume:
         raise UsageError(f"{run} is not empty: --resume continues the run in it, --run names another directory")
@@ -55,7 +60,28 @@ def begin_or_continue(run: Path, config: RunConfig, identity: Identity, *, resum
                 f"{run} was begun with {key} = {recorded.get(key)!r}, now it is {value!r}: "
                 "continue with what it was begun with, or name another run directory"
             )
-    return latest_checkpoint(run)
+    lines, checkpoint = read_metrics(run), latest_checkpoint(run)
+    if checkpoint is None and _had_checkpoint(run, recorded, lines):
+        raise UsageError(
+            f"{run} has metrics up to step {lines[-1]['step'] if lines else 0} and its checkpoints are gone: put them "
+            f"back into {run / CHECKPOINTS_DIRECTORY}, or begin another run with --run"
+        )
+    return checkpoint
+
+
+def _is_leftover(name: str) -> bool:
+    """Whether a crash may have left a file of this name before a run had written its first one."""
+    return name == LOCK_FILE or name.startswith((f".{RUN_CONFIG_FILE}.", f".{METRICS_FILE}"))
+
+
+def _had_checkpoint(run: Path, recorded: dict[str, Any], lines: list[dict[str, Any]]) -> bool:
+    """Whether a checkpoint was saved; a run that was killed before its first one begins again.
+
+    The line of a step is written before its checkpoint is.
+    """
+    save_every = recorded.get("train.save_every")
+    is_past_first = bool(lines) and (not isinstance(save_every, int) or lines[-1]["step"] > save_every)
+    return is_past_first or (run / CHECKPOINTS_DIRECTORY / LATEST_LINK).is_symlink()
 
 
 def record_config(run: Path, config: RunConfig, identity: Identity) -> None:
@@ -105,7 +131,21 @@ class MetricsLog:
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """All whole lines of a run's metrics; a last line that was cut short by a crash is left out."""
     path = run / METRICS_FILE
-    if not path.exists():
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}; --run names another directory") from None
+    return [_parse_line(line, f"{path} line {i}") for i, line in enumerate(lines[:-1], start=1)]
+
+
+def _parse_line(text: str, where: str) -> dict[str, Any]:
+    """A line of metrics, with the two keys that are read again in their types."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        line = None
+    if not isinstance(line, dict) or type(line.get("step")) is not int or not isinstance(line.get("loss", ""), Loss):
+        raise UsageError(f"{where} is no line of metrics: {text[:40]!r}; remove it, or name another run directory")
+    return line

@@ -36,12 +36,11 @@ class StagedRows:
         hidden_size: int,
         codec: str,
         device: torch.device,
-        pinned: bool,
     ) -> Self:
         """Rows without documents, which nothing can be learned from."""
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
+            return torch.zeros(shape, dtype=dtype, device=device)
 
         kind, tokens = CODECS[codec], (num_rows, num_layers, num_tokens)
         rows = cls(
@@ -57,10 +56,12 @@ class StagedRows:
         rows.document_ids_RT.fill_(-1)
         return rows
 
-    def allocate_host(self, *, pinned: bool) -> Self:
-        """Rows of the same shapes in the memory of the host."""
+    def allocate_like(self, device: torch.device | str, *, pinned: bool = False) -> Self:
+        """Rows of the same shapes elsewhere, all zero."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return type(self)(**{name: torch.zeros_like(t, device="cpu", pin_memory=pinned) for name, t in tensors.items()})
+        return type(self)(
+            **{name: torch.zeros_like(t, device=device, pin_memory=pinned) for name, t in tensors.items()}
+        )
 
     def copy_from(self, other: Self) -> None:
         """Enqueue the copy of all rows on the current stream."""

@@ -5,24 +5,27 @@ norm → clip → AdamW → metrics. On CUDA both are captured in one graph when
 the CPU the same functions are called. Nothing here reads a device value on the host.
 """
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shards.codec import CODECS
 from train.anchors import select_anchors
 from train.blocks import accepted_lengths, build_blocks, slot_weights
 from train.config import RunConfig
 from train.decode import decode_features
 from train.drafter import Drafter
-from train.graph import compiled, prepare
+from train.graph import prepare
 from train.head import head_loss
 from train.metrics import Metrics
 from train.optimizer import Counters, FlatParameters, Schedule, adamw_step
 from train.ranks import Ranks
 from train.staging import StagedRows
 from train.target_head import TargetHead
+
+if find_spec("triton"):  # it comes with torch's CUDA builds only; train/preflight.py refuses fp8 without it
+    from train.float8 import Float8
 
 HELDOUT_SEED = 0  # held-out anchors never change, so that evaluations compare
 
@@ -47,9 +50,7 @@ class BlockPass:
         self.drafter = drafter
         self.head = head
         self.rows = rows
-        # bf16 is one copy as it is; the others would pass through memory once for each operation.
-        fuses = rows.epoch.is_cuda and CODECS[config.cache.codec].is_rotated
-        self.decode = compiled(decode_features) if fuses else decode_features
+        self.lm_head_float8 = Float8.of(head.lm_head_VH) if config.train.precision == "fp8" else None
         self.slot_weights_B = slot_weights(config.drafter.block_size, config.gamma).to(rows.epoch.device)
 
     def __call__(self, *, seed: int, epoch: Tensor | int) -> BlockResult:
@@ -73,7 +74,7 @@ class BlockPass:
             block_size=self.config.drafter.block_size,
             mask_token_id=self.config.target.mask_token_id,
         )
-        features_RTF = self.decode(
+        features_RTF = decode_features(
             self.config.cache.codec, rows.codes_RKTC, rows.scales_RKTG, self.drafter.fc.weight.dtype
         )
         hidden_RNBH = self.drafter(
@@ -89,6 +90,7 @@ class BlockPass:
             blocks.labels_RNB[:, :, 1:].flatten(),
             weights_RNB[:, :, 1:].flatten(),
             self.head.lm_head_VH,
+            lm_head_float8=self.lm_head_float8,
             output_multiplier=self.head.output_multiplier,
             final_logit_softcapping=self.head.final_logit_softcapping,
         )
@@ -127,11 +129,12 @@ class TrainStep:
         self.sums = torch.zeros(2, device=device)  # Σ w·CE and Σ w of the step, fp32
         self.metrics = Metrics(config.drafter.block_size, device)
         self.grad_norm = torch.zeros((), device=device)
+        capture = config.train.capture
         if self.num_micro_steps == 1:
-            self.whole_step = prepare(self._add_gradients_and_update, "training step", device)
+            self.whole_step = prepare(self._add_gradients_and_update, "training step", device, capture=capture)
         else:
-            self._micro_step = prepare(self._add_gradients, "micro-step", device)
-            self._update = prepare(self._update_weights, "update", device)
+            self._micro_step = prepare(self._add_gradients, "micro-step", device, capture=capture)
+            self._update = prepare(self._update_weights, "update", device, capture=capture)
         for counter in self.counters:  # warming up counted steps on empty rows
             counter.zero_()
         self.metrics.reset()
@@ -152,8 +155,7 @@ class TrainStep:
 
     def _add_gradients(self) -> None:
         result = self.block_pass(seed=self.config.train.seed, epoch=self.block_pass.rows.epoch)
-        gradients = torch.autograd.grad(result.loss_sum, self.flat.parameters)
-        torch._foreach_add_(self.flat.gradient_views, gradients)
+        self.flat.add_gradients(result.loss_sum)
         self.sums += torch.stack((result.loss_sum.detach(), result.weight_sum))
         self.metrics.add(result)
 
@@ -171,7 +173,8 @@ class TrainStep:
             clip_norm=settings.clip_norm,
         )
         self.grad_norm.copy_(norm)
-        self.flat.gradients.zero_()
+        if self.flat.accumulates:
+            self.flat.gradients.zero_()
         self.sums.zero_()
 
 
@@ -180,7 +183,7 @@ class HeldoutStep:
 
     def __init__(self, block_pass: BlockPass, device: torch.device) -> None:
         self.block_pass = block_pass
-        self.run = prepare(self._evaluate, "held-out step", device)
+        self.run = prepare(self._evaluate, "held-out step", device, capture=block_pass.config.train.capture)
 
     @torch.no_grad()
     def _evaluate(self) -> None:

@@ -14,10 +14,14 @@ def print_summary(run: Path) -> None:
     if measured := [line for line in lines if line["loss"] is not None]:
         begin, end = measured[0], measured[-1]
         print(f"loss {begin['loss']:.3f} at step {begin['step']} → {end['loss']:.3f} at step {end['step']}")
-    if "heldout_acceptance_length" in last:
-        print(f"held-out τ {_interval(last, 'heldout_acceptance_length')} (95 % interval over documents)")
-        if last["heldout_acceptance_length_without_context"] is not None:
-            print(f"without context {_interval(last, 'heldout_acceptance_length_without_context')}")
+    if "heldout_acceptance_length" not in last:
+        print("no held-out τ: the cache has no held-out documents, data.holdout_fraction sets them apart")
+        return
+    print(f"held-out τ {_interval(last, 'heldout_acceptance_length')} (95 % interval over documents)")
+    if last["heldout_acceptance_length_without_context"] is None:
+        print("no τ without context: each held-out row gets the features of the next for it, and there is only one")
+    else:
+        print(f"without context {_interval(last, 'heldout_acceptance_length_without_context')}")
 
 
 def _interval(line: dict[str, Any], key: str) -> str:

@@ -10,7 +10,7 @@ from train.staging import StagedRows
 from train.step import BlockPass, HeldoutStep, TrainStep
 from train.target_head import TargetHead
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}  # of weights and activations
 
 
 class Trainer:
@@ -26,15 +26,22 @@ class Trainer:
             hidden_size=config.target.hidden_size,
             codec=config.cache.codec,
             device=device,
-            pinned=False,
         )
         with device:
             self.drafter = Drafter(config.drafter, config.target.hidden_size)
+        for layer in self.drafter.layers:
+            layer.self_attn.use_kernel = config.train.attention == "kernel"
+            layer.recompute = config.train.recompute
         self.drafter.init_weights(config.train.seed)
-        self.flat = FlatParameters(self.drafter, dtype=DTYPES[config.train.precision], device=device)
-        if device.type == "cuda":
-            for layer in self.drafter.layers:
-                layer.compile(fullgraph=True, dynamic=False)
+        self.flat = FlatParameters(
+            self.drafter,
+            dtype=DTYPES[config.train.precision],
+            device=device,
+            accumulates=config.train.num_micro_steps(ranks.world_size) > 1,
+        )
+        if config.train.precision == "fp8":
+            for linear in self.flat.linears:
+                linear.refresh_float8()
         block_pass = BlockPass(config, self.drafter, head, self.rows)
         self.step = TrainStep(config, block_pass, self.flat, ranks, num_steps=num_steps)
         self.heldout_step = HeldoutStep(block_pass, device)

@@ -11,9 +11,9 @@ import torch
 from extract.job import Job
 from shards.codec import decode_bf16
 from shards.schema import NO_DOCUMENT
-from tests.extract.test_run import ROOT
 from tests.extract.tiny import LAYERS, extract_here, read_all, write_project
 
+ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 

@@ -1,78 +1,37 @@
-"""Whole extractions on a tiny target: what is stored, what is skipped, what is refused, and what a kill leaves."""
+"""Whole extractions on a tiny target: what is stored, what is skipped, and what is refused."""
 
-import contextlib
 import ctypes
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.random_target import make_random_target
 from extract.__main__ import main
-from extract.job import Job
+from extract.sources import SEEN_FILE
 from shards.codec import encode_bf16
 from shards.errors import RunError
 from shards.manifest import COMPLETE_FILE, Manifest
 from shards.record import Quarantined, ShardRecord
-from shards.schema import NO_DOCUMENT, PLAN_DIRECTORY, PlanArrays, missing_shards, published_shards
+from shards.schema import NO_DOCUMENT, PLAN_DIRECTORY, PlanArrays, published_shards
 from shards.stats import cache_statistics
 from tests.extract.tiny import (
     LAYERS,
     ROW_TOKENS,
-    SHAPES,
-    SIZES,
+    change_weight,
     chat,
     extract_here,
     files_of,
+    job_of,
     read_all,
-    records,
-    write_config,
     write_jsonl,
-    write_project,
 )
 
-ROOT = Path(__file__).parents[2]
 PR_GET_PDEATHSIG = 2  # linux/prctl.h
-
-
-@pytest.fixture(autouse=True)
-def _restore_signals() -> Iterator[None]:
-    """`main` takes SIGTERM over for its process, which here is the tests'."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Target, data and config, with a complete cache beside them; tests copy what they change."""
-    directory = tmp_path_factory.mktemp("project")
-    job = Job.load(write_project(directory), directory=directory / "cache")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        extract_here(job, monkeypatch)
-    return directory
-
-
-@pytest.fixture
-def copy(project: Path, tmp_path: Path) -> Path:
-    """The project without its cache, to change."""
-    shutil.copytree(project, tmp_path / "copy", ignore=shutil.ignore_patterns("cache"))
-    write_config(tmp_path / "copy")
-    return tmp_path / "copy"
-
-
-def job_of(directory: Path, *overrides: str) -> Job:
-    return Job.load(directory / "config.toml", overrides, directory / "cache")
 
 
 def test_a_cache_holds_what_the_target_says_of_each_document_alone(project: Path) -> None:
@@ -126,7 +85,8 @@ def test_the_same_again_gives_the_same_bytes(project: Path, copy: Path, monkeypa
     assert not (job.directory / COMPLETE_FILE).exists()
     extract_here(job, monkeypatch)
     first, second = files_of(project / "cache"), files_of(copy / "cache")
-    assert {name for name in first if first[name] != second.get(name)} <= {"manifest.json"}  # which records paths
+    with_paths = {"manifest.json", SEEN_FILE}
+    assert {name for name in first if first[name] != second.get(name)} <= with_paths
     assert first.keys() == second.keys()
 
 
@@ -156,14 +116,6 @@ def test_the_final_hidden_state_is_stored_after_the_norm(copy: Path, monkeypatch
         final = model.model(torch.tensor(arrays["input_ids"][slots][None].astype(np.int64))).last_hidden_state
     difference = arrays["final_hidden"][slots].astype(int) - encode_bf16(final[0].numpy()).astype(int)
     assert np.abs(difference).max() <= 1
-
-
-def change_weight(directory: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Replace a weight of the target; None takes it out."""
-    (weights,) = (directory / "target").glob("*.safetensors")
-    tensors = load_file(weights)
-    changed = change(tensors.pop(name))
-    save_file(tensors if changed is None else tensors | {name: changed}, weights, {"format": "pt"})
 
 
 def test_a_document_that_is_not_finite_goes_to_quarantine_alone(
@@ -205,62 +157,6 @@ def test_a_cache_with_every_document_in_quarantine_is_a_failure(
     assert error.startswith("error: all 40 documents")
     assert error.count("\n") == 1
     assert not (copy / "cache" / COMPLETE_FILE).exists()
-
-
-def change_data(directory: Path) -> None:
-    write_jsonl(directory / "data.jsonl", records()[1:])
-
-
-def change_template(directory: Path) -> None:
-    path = directory / "target" / "tokenizer_config.json"
-    path.write_text(path.read_text().replace("<|im_start|>assistant", " <|im_start|>assistant"))
-
-
-def change_tokenizer(directory: Path) -> None:
-    path = directory / "target" / "tokenizer.json"
-    path.write_text(path.read_text() + "\n")
-
-
-def change_weights(directory: Path) -> None:
-    make_random_target(directory / "target", SHAPES["qwen3"], seed=9)
-
-
-CHANGES: dict[str, Callable[[Path], None]] = {
-    "the data": change_data,
-    "the chat template": change_template,
-    "the tokenizer": change_tokenizer,
-    "the target": change_weights,
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_cache_is_not_continued_with_something_else(
-    copy: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    extract_here(job_of(copy), monkeypatch, num_shards=1)
-    CHANGES[name](copy)
-    before = files_of(copy / "cache")
-    assert main(["--config", str(copy / "config.toml"), "--cache", str(copy / "cache")]) == 2
-    assert f"error: {name}" in capsys.readouterr().err
-    assert files_of(copy / "cache") == before
-
-
-def test_a_cache_of_another_configuration_is_refused_complete_or_not(
-    project: Path, copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    extract_here(job_of(copy), monkeypatch, num_shards=1)
-    for cache in (project / "cache", copy / "cache"):
-        arguments = ["--config", str(copy / "config.toml"), "--cache", str(cache), "cache.layers=[0, 1]"]
-        assert main(arguments) == 2
-        assert "cache.layers = [0, 2, 3], the config says [0, 1]" in capsys.readouterr().err
-
-
-def test_a_complete_cache_is_left_as_it_is(project: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = files_of(project / "cache")
-    shutil.rmtree(copy / "target")  # nothing of it is looked at
-    assert main(["--config", str(copy / "config.toml"), "--cache", str(project / "cache")]) == 0
-    assert "is complete: nothing to extract" in capsys.readouterr().out
-    assert files_of(project / "cache") == before
 
 
 BAD_INPUT = {  # what is overridden, and what is said; {0} is the project's directory
@@ -326,133 +222,48 @@ def refuse(directory: Path, capsys: pytest.CaptureFixture[str], message: str, *o
     assert files_of(directory) == before
 
 
-def test_check_prints_the_plan_and_writes_nothing(
-    project: Path, copy: Path, capsys: pytest.CaptureFixture[str]
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {  # of a cache without its last shard; what is said
+    "a manifest cut off": (lambda cache: cut(cache / "manifest.json"), "cache/manifest.json cannot be read: "),
+    "a manifest of no sense": (lambda cache: (cache / "manifest.json").write_text("[]"), "is not the manifest of a"),
+    "no manifest": (lambda cache: (cache / "manifest.json").unlink(), "cache is not empty and holds no cache ("),
+    "a shard without its record": (
+        lambda cache: (cache / "shard-00000" / "shard.json").unlink(),
+        "shard-00000/shard.json cannot be read: ",
+    ),
+    "a record cut off": (lambda cache: cut(cache / "shard-00001" / "shard.json"), "; remove that shard, and the same"),
+    "a plan cut off": (
+        lambda cache: cut(cache / "plan" / "token_ids.npy"),
+        "is damaged: plan/token_ids.npy: sha256 is",
+    ),
+    "no plan": (lambda cache: shutil.rmtree(cache / "plan"), "is damaged: plan/document_record.npy cannot be read: "),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_cache_is_not_continued(
+    project: Path, copy: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (copy / "target" / "model-00001-of-00001.safetensors").unlink()  # no weights are needed
-    before, manifest = files_of(copy), Manifest.read(project / "cache")
-    arguments = ["--config", str(copy / "config.toml"), "--cache", str(copy / "cache"), "--check"]
-    assert main([*arguments, "--json", "--tokens-per-second", "1000"]) == 0
-    figures = json.loads(capsys.readouterr().out)
-    assert figures["rows"] == manifest.plan.num_rows
-    assert figures["shards"] == manifest.plan.num_shards
-    assert figures["tokens"] == manifest.plan.num_tokens
-    assert figures["bytes_per_slot"] == len(LAYERS) * SIZES["hidden_size"] * 2 + 14
-    assert figures["fill"] == manifest.plan.num_tokens / (manifest.plan.num_rows * ROW_TOKENS)
-    assert figures["disk_write_bytes_per_second"] == round(1000 * figures["bytes_per_token"])
-    stored = sum(len(content) for name, content in files_of(project / "cache").items() if name.startswith("shard-"))
-    assert stored < figures["total_bytes"]
-    assert main(arguments) == 0
-    assert "40 documents" in capsys.readouterr().out
-    assert files_of(copy) == before
+    shutil.copytree(project / "cache", copy / "cache")
+    shutil.rmtree(max((copy / "cache").glob("shard-*")))  # complete.json is left
+    damage, message = DAMAGES[name]
+    damage(copy / "cache")
+    refuse(copy, capsys, message)
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3.6-27b"])
-def test_check_without_data_gives_figures_for_a_million_tokens(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--config", str(ROOT / "configs" / f"{name}.toml"), "data.files=['none.jsonl']", "--check"]
-    assert main([*arguments, "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
-    hidden_size = {"qwen3-8b": 4096, "qwen3.6-27b": 5120}[name]
-    assert figures["bytes_per_slot"] == 5 * hidden_size * 2 + 14
-    assert figures["bytes_per_million_tokens"] == round(1e6 * figures["bytes_per_slot"] / 0.98)
-    assert figures["workers"] == 5
-    assert "rows" not in figures
-    assert main(arguments) == 0
-    assert "for a million tokens" in capsys.readouterr().out
+BAD_TARGETS: dict[str, tuple[str, str]] = {  # which file is cut off, and what is said
+    "weights": ("model-00001-of-00001.safetensors", "target cannot be loaded: "),
+    "config": ("config.json", "config.json describes no target that can be run: "),
+    "generation config": ("generation_config.json", "generation_config.json cannot be read: "),
+    "tokenizer": ("tokenizer.json", "no tokenizer can be loaded from target.path "),
+}
 
 
-def start(directory: Path, *before: str) -> subprocess.Popen[str]:
-    """A real extraction, in a process group of its own."""
-    command = [*(before or [sys.executable, "-m", "extract"]), "--config", str(directory / "config.toml")]
-    return subprocess.Popen(
-        [*command, "--cache", str(directory / "cache")],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_for_shards(process: subprocess.Popen[str], cache: Path, num_shards: int) -> None:
-    while process.poll() is None and len(list(cache.glob("shard-*"))) < num_shards:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=0.02)
-
-
-def write_long_project(directory: Path) -> Path:
-    """The project with forty shards of a row each, so that there is something left to interrupt."""
-    write_jsonl(directory / "data.jsonl", [{"text": f"{i:04d}" * 16} for i in range(40)])
-    write_config(directory)
-    config = directory / "config.toml"
-    config.write_text("\n".join(line for line in config.read_text().splitlines() if "shard_bytes" not in line))
-    config.write_text(config.read_text() + "\nshard_bytes = 1\n")
-    return directory
-
-
-def test_a_killed_extraction_is_continued_to_the_same_bytes(
-    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """First asked to stop, then its launcher killed, then torchrun, then completed by two workers under torchrun.
-
-    The output of the killed ends with their workers, so these ended early if shards are missing.
-    """
-    write_long_project(copy)
-    cache = copy / "cache"
-    asked = start(copy)
-    wait_for_shards(asked, cache, 1)
-    asked.send_signal(signal.SIGTERM)
-    output, error = asked.communicate()
-    assert (asked.returncode, error.splitlines()[-1]) == (1, "interrupted, run again to continue"), output + error
-
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    for command in ([], [*torchrun, "-m", "extract"]):
-        num_published = len(list(cache.glob("shard-*")))
-        killed = start(copy, *command)
-        wait_for_shards(killed, cache, num_published + 1)
-        killed.kill()
-        killed.communicate()
-        assert missing_shards(cache, Manifest.read(cache))
-
-    last = start(copy, *torchrun, "--nproc-per-node=2", "-m", "extract")
-    output, error = last.communicate()
-    assert last.returncode == 0, output + error
-    assert (cache / COMPLETE_FILE).exists()
-    assert not [path for path in cache.iterdir() if path.name.startswith(".")]
-
-    torch.set_num_threads(1)
-    extract_here(Job.load(copy / "config.toml", directory=tmp_path / "uninterrupted"), monkeypatch)
-    assert files_of(cache) == files_of(tmp_path / "uninterrupted")
-
-
-def test_a_worker_that_fails_ends_the_job_with_its_traceback(copy: Path) -> None:
-    """A weight of a layer that the launcher has no need of is missing."""
-    change_weight(copy, "model.layers.3.mlp.up_proj.weight", lambda _weight: None)
-    process = start(copy)
-    output, error = process.communicate()
-    assert process.returncode == 1, output + error
-    assert "Traceback" in error
-    assert error.splitlines()[-1].startswith("error: worker 0 failed: UsageError: ")
-    assert "the first is model.layers.3.mlp.up_proj.weight" in error
-    assert not list((copy / "cache").glob("shard-*"))
-
-
-def test_a_worker_that_is_killed_ends_the_job_with_one_sentence(copy: Path) -> None:
-    process = start(write_long_project(copy))
-    wait_for_shards(process, copy / "cache", 1)
-    (worker,) = workers_of(process)
-    os.kill(worker, signal.SIGKILL)
-    output, error = process.communicate()
-    assert process.returncode == 1, output + error
-    assert "Traceback" not in error
-    assert error.splitlines()[-1] == (
-        f"error: worker 0 failed: Signal 9 (SIGKILL) received by PID {worker}; published shards are kept, "
-        "the same command continues"
-    )
-
-
-def workers_of(launcher: subprocess.Popen[str]) -> list[int]:
-    tasks = Path(f"/proc/{launcher.pid}/task").iterdir()
-    children = [child for task in tasks for child in (task / "children").read_text().split()]
-    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+@pytest.mark.parametrize("name", BAD_TARGETS)
+def test_a_damaged_target_is_one_sentence(copy: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file, message = BAD_TARGETS[name]
+    cut(copy / "target" / file)
+    refuse(copy, capsys, message)

@@ -2,12 +2,14 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.random_target import MASK_ID, TargetShape, make_random_target
 from extract.job import Job
@@ -84,6 +86,18 @@ def write_project(directory: Path, shape: TargetShape = SHAPES["qwen3"]) -> Path
     make_random_target(directory / "target", shape)
     write_jsonl(directory / "data.jsonl", records())
     return write_config(directory)
+
+
+def job_of(directory: Path, *overrides: str) -> Job:
+    return Job.load(directory / "config.toml", overrides, directory / "cache")
+
+
+def change_weight(directory: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Replace a weight of the target; None takes it out."""
+    (weights,) = (directory / "target").glob("*.safetensors")
+    tensors = load_file(weights)
+    changed = change(tensors.pop(name))
+    save_file(tensors if changed is None else tensors | {name: changed}, weights, {"format": "pt"})
 
 
 def extract_here(job: Job, monkeypatch: pytest.MonkeyPatch, *, num_shards: int | None = None) -> None:

@@ -57,6 +57,13 @@ def test_values_become_the_types_of_their_fields(tmp_path: Path) -> None:
     assert to_json(example)["sizes"] == [1, 2]
 
 
+def test_overrides_in_one_string_are_taken_apart(tmp_path: Path) -> None:
+    """As make passes them: space inside a value is no end."""
+    one = "train.count=2 train.sizes=[4, 5]  train.name=models/x y train.kind='two' train.rate = 3e-4"
+    example = load(tmp_path, "[train]\ncount = 1", one).section("train", Example)
+    assert example == Example(count=2, rate=3e-4, name="models/x y", sizes=(4, 5), kind="two")
+
+
 def test_overrides_replace_and_add(tmp_path: Path) -> None:
     overrides = ("train.count=2", "train.rate=3e-4", "train.name=models/x y", "train.sizes=[4]", "train.on=true")
     example = load(tmp_path, "[train]\ncount = 1", *overrides).section("train", Example)
@@ -77,6 +84,7 @@ def test_overrides_replace_and_add(tmp_path: Path) -> None:
         ("[train]\ncount = 1\nsizes = [1, 'x']", None, r"train\.sizes\[1\] is 'x': it must be of type int"),
         ("[train]\ncount = 1\nreasons = 3", None, r"train\.reasons is 3: it must be a table"),
         ("[train]\ncount = 1\ninner = [{}]", None, r"lacks the key train\.inner\[0\]\.size"),
+        ("", "train.sizes=[a, b]", r"override .train\.sizes=\[a, b\]. is not TOML: strings in it need quotes"),
         ("[train", None, "cannot be read as TOML"),
         ("", "train.count", "override 'train.count' is not of the form section.key=value"),
         ("", "count=3", "override 'count=3' is not of the form section.key=value"),

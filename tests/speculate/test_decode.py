@@ -15,6 +15,7 @@ from tests.reference import speculate as reference
 from tests.reference.drafter import Shape
 from tests.speculate.conftest import Pair
 from tests.speculate.tiny import PROMPTS
+from train.drafter import split_projections
 
 NEW_TOKENS = 23  # the last round of the uneven growth below is clipped
 PROMPT = PROMPTS[0]
@@ -92,7 +93,9 @@ def test_caches_give_the_drafts_of_a_loop_without_any(pair: Pair, prompt: list[i
     own_ids = decode_plainly(pair.target, prompt, NEW_TOKENS)
     config = pair.checkpoint.drafter
     drafting = reference.Drafting(
-        weights={name: tensor.double() for name, tensor in pair.drafter.state_dict().items()},
+        weights={
+            name: tensor.double() for name, tensor in split_projections(pair.drafter.state_dict(), config).items()
+        },
         shape=Shape(
             num_heads=config.num_attention_heads,
             num_key_value_heads=config.num_key_value_heads,

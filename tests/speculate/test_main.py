@@ -80,9 +80,15 @@ def test_parts_by_name(
     assert len(result["histogram"]) == result["block_size"] == 4
     assert len(result["per_slot"]) == 3
     assert 1.0 <= result["acceptance_length_macro"] <= 4.0
+    low, high = result["acceptance_length_macro_interval"]
+    assert low <= result["acceptance_length_macro"] <= high
+    low, high = result["acceptance_length_pooled_interval"]
+    assert low <= result["acceptance_length_pooled"] <= high
     assert result["acceptance_length_pooled"] == 2 * (NEW_TOKENS - 1) / result["rounds"]
     assert (result["device"], result["dtype"]) == ("cpu", "float32")
     output = capsys.readouterr().out
+    assert "prompt 1/2: 6 tokens in " in output
+    assert " rounds  ETA 00:" in output
     assert "prompt 2/2" in output
     assert "yes: every token is the target's own" in output
 
@@ -107,6 +113,7 @@ def test_parts_by_config(monkeypatch: pytest.MonkeyPatch, config: Path, run: Pat
         (("--target", "a", "--drafter", "b", "--prompts", "c", "--run", "d"), "--run has no effect"),
         (("--target", "a", "--drafter", "b", "--prompts", "c", "train.lr=1"), "'train.lr=1' has no effect"),
         (("--target", "a", "--drafter", "b", "--prompts", "c", "--json", "no/out.json"), "directory no does not exist"),
+        (("--target", "a", "--drafter", "b", "--prompts", "c", "--json", "/"), "--json / can't be written"),
         (("--config", "none.toml"), "none.toml does not exist"),
     ],
 )
@@ -210,6 +217,12 @@ def test_ties_are_counted_and_lose_nothing(tmp_path: Path, capsys: pytest.Captur
     output = capsys.readouterr().out
     assert "lossless        yes, but for ties\n" in output
     assert "ties            2  (tokens at which bfloat16 can't tell the target's choice from another)\n" in output
+
+
+def test_a_json_file_that_fails_after_all_fails_the_run_after_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RunError, match=r"/proc/out\.json could not be written"):
+        conclude(report_of("float32"), Path("/proc/out.json"))
+    assert "τ, macro" in capsys.readouterr().out
 
 
 def test_nothing_is_a_tie_in_float32() -> None:

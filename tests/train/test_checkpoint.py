@@ -1,19 +1,29 @@
 """Checkpoints: restored to the bit, whole or absent, the newest ones kept."""
 
+import json
+import os
 import resource
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from shards.codec import unrotate
 from shards.errors import RunError
 from tests.train.caches import write_config
-from train.checkpoint import STATE_FILE, checkpoint_step, latest_checkpoint, load_checkpoint, save_checkpoint
+from train.checkpoint import (
+    COUNTERS_FILE,
+    STATE_FILE,
+    checkpoint_step,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from train.config import RunConfig
 from train.ranks import Ranks
 from train.target_head import TargetHead
@@ -104,20 +114,81 @@ def test_a_crash_between_rename_and_link_loses_nothing(config, tmp_path):
     assert save_checkpoint(run, config, new_trainer(config, step=10)) == link.resolve()
 
 
-@pytest.mark.parametrize("damage", ["cut short", "missing", "of another drafter"])
-def test_a_damaged_state_is_refused(config, tmp_path, damage):
+def edit_counters(checkpoint: Path, **values: int) -> None:
+    path = checkpoint / COUNTERS_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def edit_state(checkpoint: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(checkpoint / STATE_FILE)
+    edit(tensors)
+    save_file(tensors, checkpoint / STATE_FILE, metadata={"basis": "target"})
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {  # what is done to the checkpoint of step 8 → what the sentence must say
+    "state cut short": (lambda c: os.truncate(c / STATE_FILE, 1000), r"state\.safetensors cannot be read"),
+    "state missing": (lambda c: (c / STATE_FILE).unlink(), r"state\.safetensors cannot be read"),
+    "one bit of the state": (lambda c: flip_bit(c / STATE_FILE), r"the crc32c of \w+ is \w{8}, expected \w{8}"),
+    "a tensor too few": (lambda c: edit_state(c, lambda t: t.pop("masters")), "has the tensors"),
+    "a tensor too many": (lambda c: edit_state(c, lambda t: t.update(x=torch.zeros(1))), "has the tensors"),
+    "another dtype": (
+        lambda c: edit_state(c, lambda t: t.update(masters=t["masters"].bfloat16())),
+        "the crc32c of masters is",
+    ),
+    "counters missing": (lambda c: (c / COUNTERS_FILE).unlink(), r"counters\.json cannot be read"),
+    "counters cut short": (lambda c: os.truncate(c / COUNTERS_FILE, 20), r"counters\.json cannot be read"),
+    "counters are a list": (lambda c: (c / COUNTERS_FILE).write_text("[]"), r"counters\.json holds no object"),
+    "counters are null": (lambda c: (c / COUNTERS_FILE).write_text("null"), r"counters\.json holds no object"),
+    "counters are empty": (lambda c: (c / COUNTERS_FILE).write_text("{}"), r"counters\.json is damaged or was edited"),
+    "a counter edited": (lambda c: edit_counters(c, num_updates=1), r"counters\.json is damaged or was edited"),
+    "of another step": (lambda c: shutil.copytree(c.with_name("step-7"), c, dirs_exist_ok=True), "is that of step 7"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_is_refused_and_the_sentence_says_how_to_go_on(tmp_path, name):
+    damage, said = DAMAGE[name]
+    config = RunConfig.load(write_config(tmp_path / "tiny.toml"))
+    older, newest = (save_checkpoint(tmp_path / "run", config, new_trainer(config, step=step)) for step in (7, 8))
+    damage(newest)
+    trainer = new_trainer(config)
+    before = trainer.flat.masters.clone()
+    with pytest.raises(RunError, match=f"{said}.*; remove {newest} to continue from step-7$"):
+        load_checkpoint(newest, config, trainer)
+    assert torch.equal(trainer.flat.masters, before)
+    shutil.rmtree(newest)
+    assert latest_checkpoint(tmp_path / "run") == older
+    load_checkpoint(older, config, trainer)
+    assert trainer.step.counters.step == 7
+
+
+def test_the_only_checkpoint_when_damaged_leaves_another_run(config, tmp_path):
     checkpoint = save_checkpoint(tmp_path / "run", config, new_trainer(config, step=8))
-    path = checkpoint / STATE_FILE
-    loading = config
-    if damage == "cut short":
-        path.write_bytes(path.read_bytes()[:-100])
-    elif damage == "missing":
-        path.unlink()
-    else:
-        loading = replace(config, drafter=replace(config.drafter, intermediate_size=48))
-    trainer = new_trainer(loading)
-    with pytest.raises(RunError, match=r"state\.safetensors"):
-        load_checkpoint(checkpoint, loading, trainer)
+    flip_bit(checkpoint / STATE_FILE)
+    with pytest.raises(RunError, match="there is no other checkpoint: begin another run"):
+        load_checkpoint(checkpoint, config, new_trainer(config))
+
+
+def test_the_state_of_another_drafter_is_refused(config, tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "run", config, new_trainer(config, step=8))
+    other = replace(config, drafter=replace(config.drafter, intermediate_size=48))
+    with pytest.raises(RunError, match=r"has \{'first_moments': 'float32 \[.*it is the state of another drafter"):
+        load_checkpoint(checkpoint, other, new_trainer(other))
+
+
+def test_only_directories_of_steps_are_checkpoints(config, tmp_path):
+    run = tmp_path / "run"
+    checkpoint = save_checkpoint(run, config, new_trainer(config, step=8))
+    for name in ("step-9.bak", "step-", "step--9", "step-best", "step-\u0669"):  # the last is a digit of Arabic
+        (run / "checkpoints" / name).mkdir()
+    (run / "checkpoints/step-10").write_text("a file")
+    assert latest_checkpoint(run) == checkpoint
 
 
 def test_a_full_disk_leaves_the_older_checkpoint(config, tmp_path):

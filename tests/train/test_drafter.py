@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.reference.drafter import Packing, Shape, drafter_forward
 from tests.train.rows import Row, pack, stack
 from train.config import DrafterConfig
-from train.drafter import Drafter, rotary_embedding, rotate
+from train.drafter import Drafter, join_projections, rotary_embedding, rotate, split_projections
 
 HIDDEN = 20
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -87,7 +87,7 @@ def reference_shape(config: DrafterConfig) -> Shape:
 
 
 def reference_weights(drafter: Drafter) -> dict[str, Tensor]:
-    return {name: tensor.double() for name, tensor in drafter.state_dict().items()}
+    return {name: tensor.double() for name, tensor in split_projections(drafter.state_dict(), drafter.config).items()}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -109,15 +109,19 @@ def test_forward_equals_the_oracle(name):
 
 
 def test_parameters_are_the_exported_ones():
-    drafter = Drafter(replace(BASE, num_layers=3), HIDDEN)
+    drafter = random_drafter(replace(BASE, num_layers=3))
     names = {"fc", "hidden_norm", "norm"}
     for i in range(3):
         names |= {f"layers.{i}.{name}" for name in ("input_layernorm", "post_attention_layernorm")}
         names |= {f"layers.{i}.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
         names |= {f"layers.{i}.self_attn.{name}" for name in ("q_norm", "k_norm")}
         names |= {f"layers.{i}.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
-    assert drafter.state_dict().keys() == {f"{name}.weight" for name in names}
+    published = split_projections(drafter.state_dict(), drafter.config)
+    assert published.keys() == {f"{name}.weight" for name in names}
     assert len(names) == 11 * 3 + 3
+    joined = join_projections(published)
+    assert joined.keys() == drafter.state_dict().keys()
+    assert all(torch.equal(joined[name], tensor) for name, tensor in drafter.state_dict().items())
 
 
 @pytest.mark.parametrize("layer_types", [(FULL, FULL), (SLIDING, FULL)])

@@ -38,7 +38,6 @@ def new_feed(reader: CacheReader, *, num_rows: int = 2) -> Feed:
         hidden_size=reader.manifest.target.hidden_size,
         codec=reader.manifest.cache.codec,
         device=torch.device("cpu"),
-        pinned=False,
     )
     return Feed(reader, LAYERS, staged)
 

@@ -39,8 +39,8 @@ def step(
     flat: FlatParameters, counters: Counters, gradients: list[Tensor], *, weight_sum: float, loss_sum=1.0
 ) -> float:
     """One step on the given gradient sums; returns the norm before clipping."""
-    for view, gradient in zip(flat.gradient_views, gradients, strict=True):
-        view.copy_(gradient)
+    for gradient_sum, gradient in zip(flat.gradient_sums.values(), gradients, strict=True):
+        gradient_sum.view.copy_(gradient)
     sums = torch.tensor(loss_sum), torch.tensor(weight_sum)
     norm = adamw_step(flat, counters, *sums, schedule=Schedule(**SCHEDULE), **SETTINGS)
     flat.gradients.zero_()

@@ -14,11 +14,12 @@ from tests.reference.drafter import Packing, Shape, drafter_forward
 from tests.train.caches import TRAIN_ROWS, write_config
 from tests.train.rows import Row, pack, stack
 from train.config import RunConfig
+from train.drafter import split_projections
 from train.ranks import Ranks
 from train.staging import StagedRows
 from train.step import BlockPass
 from train.target_head import TargetHead
-from train.trainer import Trainer
+from train.trainer import DTYPES, Trainer
 
 SEED, EPOCH = 5, 3
 ROW_IDS = [100 + i for i in range(len(TRAIN_ROWS))]
@@ -41,10 +42,10 @@ def rows(config) -> list[Row]:
 
 def random_head(config: RunConfig) -> TargetHead:
     generator = torch.Generator().manual_seed(3)
-    shape = (config.target.vocab_size, config.target.hidden_size)
+    shape, dtype = (config.target.vocab_size, config.target.hidden_size), DTYPES[config.train.precision]
     return TargetHead(
-        embed_tokens_VH=torch.randn(shape, generator=generator),
-        lm_head_VH=torch.randn(shape, generator=generator),
+        embed_tokens_VH=torch.randn(shape, generator=generator).to(dtype),
+        lm_head_VH=torch.randn(shape, generator=generator).to(dtype),
         input_embedding_scale=1.5,
         output_multiplier=0.5,
         final_logit_softcapping=8.0,
@@ -62,6 +63,7 @@ def new_trainer(config: RunConfig, *, num_steps: int = 10) -> Trainer:
     trainer = Trainer(config, random_head(config), CPU, num_steps=num_steps)
     generator = torch.Generator().manual_seed(4)
     trainer.flat.masters.add_(0.2 * torch.randn(trainer.flat.masters.shape, generator=generator))
+    trainer.flat.refresh_weights()
     return trainer
 
 
@@ -138,9 +140,12 @@ def test_loss_and_gradient_equal_the_oracle(config, rows):
     trainer, indices = new_trainer(config), [0, 1, 2, 3, 4, 5]
     stage(trainer.rows, config, rows, indices)
     result = BlockPass(config, trainer.drafter, trainer.head, trainer.rows)(seed=SEED, epoch=trainer.rows.epoch)
-    gradients = torch.autograd.grad(result.loss_sum, trainer.flat.parameters)
+    trainer.flat.add_gradients(result.loss_sum)
+    views = {name: gradient_sum.view for name, gradient_sum in trainer.flat.gradient_sums.items()}
+    gradients = split_projections(views, config.drafter)
 
-    weights = {name: p.detach().double().requires_grad_() for name, p in trainer.drafter.named_parameters()}
+    parameters = split_projections(trainer.drafter.state_dict(), config.drafter)
+    weights = {name: p.double().requires_grad_() for name, p in parameters.items()}
     loss_sum, weight_sum, accepted = reference_sums(config, trainer.head, rows, indices, weights)
     expected = torch.autograd.grad(loss_sum, list(weights.values()))
 
@@ -149,8 +154,8 @@ def test_loss_and_gradient_equal_the_oracle(config, rows):
     for r, lengths in enumerate(accepted):
         assert result.accepted_RN[r, : len(lengths)].tolist() == lengths
         assert int(result.is_block_RN[r].sum()) == len(lengths)
-    for name, own, truth in zip(weights, gradients, expected, strict=True):
-        worst = (own - truth).abs().max().item()
+    for name, truth in zip(weights, expected, strict=True):
+        worst = (gradients[name] - truth).abs().max().item()
         assert worst <= 1e-4 * truth.abs().max().item(), f"{name}: off by {worst}, largest {truth.abs().max().item()}"
 
 
@@ -227,3 +232,44 @@ def test_tensors_of_the_step_stay_where_they_are(config, rows):
 
 def test_config_file_of_the_tests_is_valid(tmp_path: Path):
     assert RunConfig.load(write_config(tmp_path / "tiny.toml")).gamma == 3.0
+
+
+def test_bf16_steps_follow_fp32_ones(config, rows):
+    """Summed in fp32 or, as one micro-step does, not summed at all: 3 steps stay within bf16's 2⁻⁸ of the largest."""
+    steps = [[0, 3, 4, 2], [5, 6, 9, 10], [4, 3, 2, 0]]
+    truth = train_steps(config, rows, rows_per_micro_step=4, steps=steps)
+    bf16 = replace(config, train=replace(config.train, precision="bf16"))
+    for rows_per_micro_step in (4, 2):
+        trainer = train_steps(bf16, rows, rows_per_micro_step=rows_per_micro_step, steps=steps)
+        assert trainer.flat.gradients.dtype == (torch.bfloat16 if rows_per_micro_step == 4 else torch.float32)
+        assert torch.equal(trainer.flat.weights, trainer.flat.masters.bfloat16())
+        torch.testing.assert_close(trainer.step.grad_norm, truth.step.grad_norm, rtol=0.02, atol=0)
+        torch.testing.assert_close(trainer.step.metrics.sums[:2], truth.step.metrics.sums[:2], rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("recompute", ["mlp", "layer"])
+def test_recomputing_changes_no_bit(config, rows, recompute):
+    steps = [[0, 3, 4, 2], [5, 6, 9, 10]]
+    kept = train_steps(config, rows, rows_per_micro_step=2, steps=steps)
+    config = replace(config, train=replace(config.train, recompute=recompute))
+    recomputed = train_steps(config, rows, rows_per_micro_step=2, steps=steps)
+    assert torch.equal(recomputed.flat.masters, kept.flat.masters)
+
+
+def test_recomputing_keeps_less(config, rows):
+    """Bytes that autograd keeps of a forward pass."""
+    kept = {}
+    for recompute in ("none", "mlp", "layer"):
+        settings = replace(config.train, recompute=recompute, rows_per_micro_step=2, rows_per_step=2)
+        trainer = new_trainer(replace(config, train=settings))
+        stage(trainer.rows, config, rows, [0, 3])
+        saved: dict[int, int] = {}
+
+        def note(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            saved[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            trainer.step.block_pass(seed=SEED, epoch=EPOCH)
+        kept[recompute] = sum(saved.values())
+    assert kept["layer"] < kept["mlp"] < kept["none"]

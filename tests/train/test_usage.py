@@ -12,8 +12,11 @@ import pytest
 
 from shards.manifest import Manifest
 from tests.train.caches import CONFIG, write_cache, write_config
+from tests.train.test_checkpoint import new_trainer
 from train.__main__ import main
+from train.checkpoint import STATE_FILE, save_checkpoint
 from train.config import RunConfig
+from train.rundir import begin_or_continue, record_config
 
 ROOT = Path(__file__).parents[2]
 WRONG_SETTINGS = {  # override → what the sentence must say
@@ -127,6 +130,85 @@ def test_a_cache_that_lacks_a_shard_is_refused(capsys, copied):
     check_refused(capsys, copied, "lacks 1 of")
 
 
+def swap_shards(cache: Path) -> None:
+    (cache / "shard-00001").rename(cache / "other")
+    (cache / "shard-00002").rename(cache / "shard-00001")
+    (cache / "other").rename(cache / "shard-00002")
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def replace_directory(path: Path, *, by_file: bool) -> None:
+    shutil.rmtree(path)
+    path.write_text("") if by_file else path.mkdir()
+
+
+def flip_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {  # what is done to the cache → what the sentence must say
+    "array file cut short": (
+        lambda cache: truncate(cache / "shard-00001/hidden/4/c/0/0/0"),
+        "shard-00001/hidden/4/c/0/0/0 has 6227 bytes, expected 6228",  # 4·(48·16·2 + crc) + index
+    ),
+    "array missing": (
+        lambda cache: shutil.rmtree(cache / "shard-00001/hidden/1"),
+        "shard-00001/hidden/1/zarr.json cannot be read",
+    ),
+    "array file missing": (
+        lambda cache: (cache / "shard-00001/row_ids/c/0").unlink(),
+        "shard-00001/row_ids/c/0 cannot be read: No such file",
+    ),
+    "array of another shape": (
+        lambda cache: shutil.copy(cache / "shard-00003/row_ids/zarr.json", cache / "shard-00001/row_ids/zarr.json"),
+        "shard-00001/row_ids/zarr.json is not that of the array",
+    ),
+    "shards swapped": (swap_shards, "shard-00001/shard.json is not that of shard 1"),
+    "empty directory": (
+        lambda cache: replace_directory(cache / "shard-00001", by_file=False),
+        "shard-00001/shard.json cannot be read",
+    ),
+    "a file for a shard": (
+        lambda cache: replace_directory(cache / "shard-00001", by_file=True),
+        "shard-00001/shard.json cannot be read",
+    ),
+    "shard.json is garbage": (
+        lambda cache: (cache / "shard-00001/shard.json").write_bytes(b"\xff{"),
+        "shard-00001/shard.json cannot be read",
+    ),
+    "shard.json is a list": (
+        lambda cache: (cache / "shard-00001/shard.json").write_text("[]"),
+        "shard-00001/shard.json is not that of shard 1",
+    ),
+    "head missing": (
+        lambda cache: (cache / "target/head.safetensors").unlink(),
+        "target/head.safetensors cannot be read",
+    ),
+    "head cut short": (lambda cache: truncate(cache / "target/head.safetensors"), "target/head.safetensors: sha256 is"),
+    "head flipped": (
+        lambda cache: flip_last_byte(cache / "target/head.safetensors"),
+        "target/head.safetensors: sha256 is",
+    ),
+    "head.json missing": (lambda cache: (cache / "target/head.json").unlink(), "target/head.json cannot be read"),
+    "head.json edited": (
+        lambda cache: (cache / "target/head.json").write_text("{}"),
+        "target/head.json: sha256 is",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_cache_is_refused_before_a_worker_starts(capsys, copied, name):
+    damage, said = DAMAGE[name]
+    damage(copied / "cache")
+    check_refused(capsys, copied, said)
+
+
 def test_a_cache_without_training_rows_is_refused(capsys, copied):
     shutil.rmtree(copied / "cache")
     write_cache(copied / "cache", RunConfig.load(copied / "tiny.toml"), train_rows=[], heldout_rows=[[20]])
@@ -142,15 +224,11 @@ def test_a_run_directory_that_is_not_empty_needs_resume(capsys, copied):
 
 @pytest.mark.parametrize("setting", ["train.lr=2e-2", "drafter.num_layers=3", "train.epochs=3", "train.seed=1"])
 def test_a_run_is_not_continued_with_another_config(capsys, copied, setting):
-    from train.rundir import record_config  # what a run that was killed before its first checkpoint leaves
-
     record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache").identity)
     check_refused(capsys, copied, f"was begun with {setting.partition('=')[0]} = ", setting, "--resume")
 
 
 def test_a_run_is_not_continued_on_a_cache_of_other_data(capsys, copied):
-    from train.rundir import record_config
-
     identity = replace(Manifest.read(copied / "cache").identity, data="0" * 64)
     record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), identity)
     check_refused(capsys, copied, "was begun with identity.data = ", "--resume")
@@ -165,6 +243,64 @@ def test_a_damaged_run_config_is_refused(capsys, copied):
     (copied / "run").mkdir()
     (copied / "run/config.json").write_text("{")
     check_refused(capsys, copied, "config.json cannot be read", "--resume")
+
+
+def begin_run(workspace: Path, metrics: bytes = b"") -> Path:
+    """What a run that was killed before its first checkpoint leaves."""
+    run = workspace / "run"
+    record_config(run, RunConfig.load(workspace / "tiny.toml"), Manifest.read(workspace / "cache").identity)
+    (run / "metrics.jsonl").write_bytes(metrics)
+    return run
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "{}", "null", "", '{"step": "1", "loss": 1.0}', '{"step": 1, "loss": "low"}', '{"step": 1', "\xff"]
+)
+def test_damaged_metrics_are_refused(capsys, copied, line):
+    begin_run(copied, b'{"step": 1, "loss": 1.0}\n' + line.encode("latin-1") + b"\n")
+    said = "metrics.jsonl line 2 is no line of metrics" if line != "\xff" else "metrics.jsonl cannot be read"
+    check_refused(capsys, copied, said, "--resume")
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(capsys, copied):
+    """The configuration saves every 2 steps, and the line of a step comes before its checkpoint."""
+    run = begin_run(copied, b'{"step": 2, "loss": 1.0}\n{"step": 3, "loss": 1.0}\n')
+    check_refused(capsys, copied, "has metrics up to step 3 and its checkpoints are gone", "--resume")
+    (run / "metrics.jsonl").unlink()
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints/latest").symlink_to("step-2")
+    check_refused(capsys, copied, "has metrics up to step 0 and its checkpoints are gone", "--resume")
+
+
+def test_a_broken_checkpoint_is_one_sentence_from_the_launcher(capsys, copied):
+    run, config = begin_run(copied), RunConfig.load(copied / "tiny.toml")
+    checkpoints = [save_checkpoint(run, config, new_trainer(config, step=step)) for step in (2, 3)]
+    truncate(checkpoints[-1] / STATE_FILE)
+    before = snapshot(copied)
+    assert call(copied, "--resume") == 1
+    output = capsys.readouterr()
+    assert output.err.startswith(f"error: {checkpoints[-1] / STATE_FILE} cannot be read: ")
+    assert output.err.endswith(f"; remove {checkpoints[-1]} to continue from step-2\n")
+    assert output.err.count("\n") == 1
+    assert snapshot(copied) == before
+
+
+@pytest.mark.parametrize("metrics", [b"", b'{"step": 2, "loss": null}\n{"step": 3, "lo'])
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(copied, metrics):
+    run = begin_run(copied, metrics)
+    config, identity = RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache").identity
+    assert begin_or_continue(run, config, identity, resume=True) is None
+
+
+def test_a_run_directory_with_our_own_leftovers_only_is_empty(capsys, copied):
+    run = copied / "run"
+    run.mkdir()
+    for name in (".config.json.host.77", ".metrics.jsonl"):
+        (run / name).touch()
+    config, identity = RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache").identity
+    assert begin_or_continue(run, config, identity, resume=False) is None
+    (run / ".notes").touch()
+    check_refused(capsys, copied, "is not empty")
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-8b", "qwen3.6-27b"])

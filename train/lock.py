@@ -1,0 +1,61 @@
+"""One training run per run directory: its first rank, which alone writes there, holds a lock while it lives.
+
+The kernel releases the lock however the process ends, so there is no stale one.
+"""
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from shards.errors import UsageError
+
+LOCK_FILE = ".lock"
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Hold `run`, which is made if need be; raise UsageError if another run has it.
+
+    A directory in which nothing was written is not left behind.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    with open(run / LOCK_FILE, "a+", encoding="utf-8") as file:
+        _take(file, run)
+        file.truncate(0)
+        # The parent is the launcher, or torchrun: the process to stop.
+        file.write(f"process {os.getppid()} on {socket.gethostname()}")
+        file.flush()
+        try:
+            yield
+        finally:
+            if [path.name for path in run.iterdir()] == [LOCK_FILE]:
+                (run / LOCK_FILE).unlink()
+                run.rmdir()
+
+
+def refuse_if_locked(run: Path) -> None:
+    """Raise UsageError if a training run has `run` now. Writes nothing."""
+    path = run / LOCK_FILE
+    if path.is_file() and os.access(path, os.W_OK):
+        with open(path, "r+", encoding="utf-8") as file:
+            _take(file, run)
+
+
+def _take(file: IO[str], run: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise UsageError(
+            f"{run} is in use: {file.read() or 'another process'} is training there; wait for it or stop it, "
+            "or name another directory with --run (RUN= of make)"
+        ) from None
+    except OSError as error:
+        raise UsageError(
+            f"{run} can't be locked ({error.strerror}), and two runs in one directory would destroy each other's "
+            "checkpoints: name a directory on a file system that has flock"
+        ) from None
