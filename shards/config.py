@@ -1,7 +1,8 @@
 """Configuration files: one TOML per target, read by both stages, each its own sections.
 
 This module loads the file, applies `section.key=value` overrides and owns the three sections that describe a cache:
-`[target]`, `[data]` and `[cache]`. The other sections belong to the packages that use them.
+`[target]`, `[data]` and `[cache]`. The others, with the types and limits of their values, belong to the packages that
+use them; here are their keys, so that a key that nobody knows is an error in whichever program meets it.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ import difflib
 import functools
 import json
 import math
+import os
 import re
 import tomllib
 import types
@@ -21,8 +23,12 @@ from typing import Any, Literal, Self, TypeVar
 from shards.codec import CODECS, GROUP_CHANNELS
 from shards.errors import UsageError
 
-SECTIONS = ("target", "data", "cache", "extract", "drafter", "train", "speculate")
 CHUNK_TOKENS = 512  # tokens of one stored chunk of hidden states
+MAX_COUNT = (1 << 31) - 1  # of anything that is counted, unless it has a limit of its own
+MAX_LAYERS = 1000  # of a model: far above any, and low enough for lists of them
+MAX_SHOWN = 80  # characters of a value in an error message
+MAX_NAME_BYTES = 255  # of one part of a path, on every file system of Linux
+SMALLEST_FP32, LARGEST_FP32 = 2.0**-126, 2.0**128 - 2.0**104  # positive and normal: settings are used in fp32
 
 Section = TypeVar("Section")
 
@@ -39,7 +45,9 @@ class TargetConfig:
     mask_token_id: int  # fills the slots to predict; never a token that text contains
 
     def __post_init__(self) -> None:
-        require_positive(self, "target", "hidden_size", "num_layers", "vocab_size")
+        require_path("target.path", self.path)
+        require_positive(self, "target", "hidden_size", "vocab_size")
+        require_positive(self, "target", "num_layers", at_most=MAX_LAYERS)
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise UsageError(
                 f"target.mask_token_id is {self.mask_token_id}, outside the embedding: "
@@ -60,6 +68,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.files:
             raise UsageError("data.files is empty: name at least one JSONL file")
+        for file in self.files:
+            require_path("data.files", file)
         if self.max_documents is not None:
             require_positive(self, "data", "max_documents")
         if not 0.0 <= self.holdout_fraction < 1.0:
@@ -77,7 +87,8 @@ class CacheConfig:
     shard_bytes: int = 1 << 30  # aim for the size of a shard; at least one row
 
     def __post_init__(self) -> None:
-        require_positive(self, "cache", "row_tokens", "shard_bytes")
+        require_positive(self, "cache", "row_tokens")
+        require_positive(self, "cache", "shard_bytes", at_most=1 << 40)
         if self.row_tokens > CHUNK_TOKENS and self.row_tokens % CHUNK_TOKENS:
             raise UsageError(f"cache.row_tokens is {self.row_tokens}: it must be a multiple of {CHUNK_TOKENS}")
         if self.row_tokens > 1 << 17:
@@ -85,7 +96,7 @@ class CacheConfig:
         if not self.layers:
             raise UsageError("cache.layers is empty: name at least one decoder layer")
         if list(self.layers) != sorted(set(self.layers)):
-            raise UsageError(f"cache.layers is {list(self.layers)}: it must be ascending, each layer once")
+            raise UsageError(f"cache.layers is {shown(list(self.layers))}: it must be ascending, each layer once")
 
     @property
     def chunk_tokens(self) -> int:
@@ -113,8 +124,31 @@ def check_codec(cache: CacheConfig, target: TargetConfig) -> None:
         )
 
 
+SECTIONS: dict[
+    str, tuple[str, ...]
+] = {  # section → its keys; the owners' dataclasses have the same, which a test holds
+    **{
+        name: tuple(field.name for field in dataclasses.fields(cls))
+        for name, cls in (("target", TargetConfig), ("data", DataConfig), ("cache", CacheConfig))
+    },
+    "extract": ("gpus",),
+    "drafter": (
+        *("num_layers", "block_size", "target_layer_ids", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        *("intermediate_size", "rope_theta", "rms_norm_eps", "max_position_embeddings", "attention_bias"),
+        *("layer_types", "sliding_window", "is_causal", "init_std"),
+    ),
+    "train": (
+        *("gpus", "num_anchors", "rows_per_step", "rows_per_micro_step", "epochs", "max_steps", "lr"),
+        *("warmup_fraction", "final_lr_fraction", "betas", "eps", "clip_norm", "gamma", "loss", "precision"),
+        *("attention", "capture", "recompute", "compile_cache", "seed", "log_every", "eval_every", "save_every"),
+        *("keep_checkpoints", "max_bad_steps"),
+    ),
+    "speculate": ("prompts", "num_prompts", "max_new_tokens"),
+}
+
+
 class ConfigFile:
-    """The sections of one TOML file with overrides applied, not yet validated."""
+    """The sections of one TOML file with overrides applied; their keys are known, their values not yet validated."""
 
     def __init__(self, path: Path, sections: dict[str, dict[str, Any]]) -> None:
         self.path = path
@@ -128,15 +162,17 @@ class ConfigFile:
         """
         path = Path(path)
         try:
-            sections = tomllib.loads(path.read_text(encoding="utf-8"))
+            sections = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             raise UsageError(f"{path} does not exist: --config must name a TOML file, see configs/") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # ValueError: TOML, UTF-8, an integer of too many digits
             raise UsageError(f"{path} cannot be read as TOML: {error}") from None
         for name, section in sections.items():
-            _require_known(f"section [{name}] of {path}", name, SECTIONS)
+            _require_known(f"section [{name}] of {path}", name, tuple(SECTIONS))
             if not isinstance(section, dict):
                 raise UsageError(f"{path}: {name} must be a section, [{name}]")
+            for key in section:
+                _require_known(f"key {name}.{key} in {path}", key, SECTIONS[name])
         for override in _split_overrides(overrides):
             name, key, value = _parse_override(override)
             sections.setdefault(name, {})[key] = value
@@ -175,15 +211,39 @@ def to_json(section: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(section)))
 
 
-def require_positive(section: object, name: str, *keys: str) -> None:
-    """Raise UsageError unless each named field of `section` (the config section `name`) is above zero."""
+def require_positive(section: object, name: str, *keys: str, at_most: int = MAX_COUNT) -> None:
+    """Raise UsageError unless each named field of `section` (the config section `name`) is above zero.
+
+    Whole numbers may be up to `at_most`; others must be such that fp32, which they are used in, holds them.
+    """
     for key in keys:
-        if not 0 < getattr(section, key) < math.inf:  # NaN is refused, too
-            raise UsageError(f"{name}.{key} is {getattr(section, key)}: it must be positive")
+        value = getattr(section, key)
+        least, most = (SMALLEST_FP32, LARGEST_FP32) if isinstance(value, float) else (1, at_most)
+        if not least <= value <= most:
+            above_zero = "fp32 must hold it" if isinstance(value, float) else f"it must be at most {at_most}"
+            raise UsageError(f"{name}.{key} is {shown(value)}: {above_zero if value > 0 else 'it must be positive'}")
+
+
+def require_path(key: str, path: str) -> None:
+    """Raise UsageError if the value of config key `key` can name no file."""
+    if not path or "\0" in path:
+        raise UsageError(f"{key} has {shown(path)}, which can be no path")
+    longest = max(len(os.fsencode(name)) for name in path.split("/"))
+    if longest > MAX_NAME_BYTES:
+        raise UsageError(f"{key} has {shown(path)}: a name of {longest} bytes, file systems take {MAX_NAME_BYTES}")
+
+
+def shown(value: object) -> str:
+    """A value of the user's as an error message has it: on one line, and short."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
 def describe_choice(key: str, value: object, choices: Sequence[object]) -> str:
-    return f"{key} is {value!r}: it must be one of {list(choices)}"
+    return f"{key} is {shown(value)}: it must be one of {list(choices)}"
 
 
 def _split_overrides(overrides: Sequence[str]) -> Iterator[str]:
@@ -196,14 +256,15 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
     path, equals, text = override.partition("=")
     name, dot, key = path.strip().partition(".")
     if not (equals and dot and key):
-        raise UsageError(f"override {override!r} is not of the form section.key=value, for example train.lr=3e-4")
-    _require_known(f"section of the override {override!r}", name, SECTIONS)
+        raise UsageError(f"override {shown(override)} is not of the form section.key=value, for example train.lr=3e-4")
+    _require_known(f"section of the override {shown(override)}", name, tuple(SECTIONS))
+    _require_known(f"key of the override {shown(override)}", key, SECTIONS[name])
     try:
         return name, key, tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         if text.strip().startswith(("[", "{")):
             raise UsageError(
-                f"the value of the override {override!r} is not TOML: strings in it need quotes, and the shell takes "
+                f"the override {shown(override)} is not TOML: strings in it need quotes, and the shell takes "
                 f'them away unless all of it is in others: \'{name}.{key}=["a", "b"]\''
             ) from None
         return name, key, text.strip()
@@ -230,16 +291,21 @@ def _convert(key: str, value: Any, expected: Any, where: Path) -> Any:
         return value
     if origin is tuple:
         if not isinstance(value, list):
-            raise UsageError(f"{key} is {value!r}: it must be a list")
+            raise UsageError(f"{key} is {shown(value)}: it must be a list")
         return tuple(_convert(f"{key}[{i}]", item, arguments[0], where) for i, item in enumerate(value))
     if origin is dict or dataclasses.is_dataclass(expected):
         if not isinstance(value, dict):
-            raise UsageError(f"{key} is {value!r}: it must be a table")
+            raise UsageError(f"{key} is {shown(value)}: it must be a table")
         if origin is dict:
             return {name: _convert(f"{key}.{name}", item, arguments[1], where) for name, item in value.items()}
         return build_section(key, expected, value, where)
-    if expected is float and isinstance(value, int) and not isinstance(value, bool):
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if is_whole and not -(1 << 63) <= value < 1 << 63:
+        raise UsageError(f"{key} is {shown(value)}: a whole number must fit into 64 bits")
+    if expected is float and is_whole:
         return float(value)
-    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-        raise UsageError(f"{key} is {value!r}: it must be of type {expected.__name__}")
+    if not isinstance(value, expected) or (expected is int and not is_whole):
+        raise UsageError(f"{key} is {shown(value)}: it must be of type {expected.__name__}")
+    if expected is float and not math.isfinite(value):
+        raise UsageError(f"{key} is {value}: it must be finite")
     return value

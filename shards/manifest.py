@@ -7,11 +7,12 @@ is no cache. FORMAT.md specifies the file; this module reads, validates and comp
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from shards.config import CacheConfig, DataConfig, TargetConfig, build_section, check_codec, to_json
+from shards.config import CacheConfig, DataConfig, TargetConfig, build_section, check_codec, shown, to_json
 from shards.durable import json_text
 from shards.errors import CacheError, UsageError
 
@@ -20,8 +21,9 @@ FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 COMPLETE_FILE = "complete.json"
 SEAL = "seal"  # key of a JSON object's own checksum
+UNSEALED = "0" * 64  # in its place while it is computed
 MAX_SHARDS = 100_000  # their names have five digits
-NOT_IDENTITY = {"target": ("path",), "data": ("files",), "cache": ()}  # where things lie is no part of what they are
+NOT_IDENTITY = ("target.path", "data.files")  # where things lie is no part of what they are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +92,8 @@ class Manifest:
         return sealed({"format": FORMAT_NAME, "version": FORMAT_VERSION, **fields})
 
     @classmethod
-    def from_json(cls, value: Any, where: Path) -> Self:
-        """Build the manifest from parsed JSON; raise CacheError naming `where` and what is wrong."""
-        if not isinstance(value, dict) or value.get("format") != FORMAT_NAME:
-            raise CacheError(f"{where} is not the manifest of a {FORMAT_NAME}")
-        if value.get("version") != FORMAT_VERSION:
-            raise CacheError(
-                f"{where} has version {value.get('version')!r}, this program reads version {FORMAT_VERSION}: "
-                "extract again, or use the program that wrote it"
-            )
-        check_seal(value, where)
+    def from_json(cls, value: dict[str, Any], where: Path) -> Self:
+        """Build the manifest from the content of its file `where`; raise CacheError naming what is wrong."""
         fields = {key: item for key, item in value.items() if key not in ("format", "version", SEAL)}
         try:
             manifest = build_section("manifest", cls, fields, where)
@@ -112,38 +106,68 @@ class Manifest:
 
     @classmethod
     def read(cls, cache: Path) -> Self:
+        """The manifest of `cache`; raise CacheError if that is no cache, or the manifest is not as it was written."""
         path = cache / MANIFEST_FILE
-        if not path.exists():
-            raise CacheError(f"{cache} is not a cache: it has no {MANIFEST_FILE}; run `make extract` first")
-        return cls.from_json(read_json(path), path)
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            raise CacheError(f"{cache} is not a cache: it has no {MANIFEST_FILE}; run `make extract` first") from None
+        except OSError as error:
+            raise CacheError(f"{path} cannot be read: {error.strerror}") from None
+        value = read_json(path)
+        if not isinstance(value, dict) or value.get("format") != FORMAT_NAME:
+            raise CacheError(f"{path} is not the manifest of a {FORMAT_NAME}")
+        if value.get("version") != FORMAT_VERSION:
+            raise CacheError(
+                f"{path} has version {shown(value.get('version'))}, this program reads version {FORMAT_VERSION}: "
+                "extract again, or use the program that wrote it"
+            )
+        check_seal(value, path)
+        return cls.from_json(value, path)
 
     def check_config(self, target: TargetConfig, data: DataConfig, cache: CacheConfig, where: Path) -> None:
         """Raise CacheError naming the first key in which a config differs from the one this cache was made with."""
+        for key, made_with, wanted in self._differences(target, data, cache):
+            if key not in NOT_IDENTITY:
+                other = "`python -m shards recode` it" if key == "cache.codec" else "extract into another directory"
+                raise CacheError(
+                    f"{where} was made with {key} = {shown(made_with)}, the config says {shown(wanted)}: "
+                    f"use the config it was made with, or {other}"
+                )
+
+    def moved(self, target: TargetConfig, data: DataConfig) -> list[str]:
+        """A sentence for each place where a config looks for what this cache was made from elsewhere."""
+        return [
+            f"the cache was made with {key} = {shown(made_with)}, the config says {shown(wanted)}: "
+            "the cache stays what it is, and `make extract` tells whether these are the same"
+            for key, made_with, wanted in self._differences(target, data, self.cache)
+            if key in NOT_IDENTITY
+        ]
+
+    def _differences(
+        self, target: TargetConfig, data: DataConfig, cache: CacheConfig
+    ) -> Iterator[tuple[str, Any, Any]]:
+        """Each key of the three sections in which they differ from this manifest's: its name, value here and there."""
         for name, section in (("target", target), ("data", data), ("cache", cache)):
             made_with, wanted = to_json(getattr(self, name)), to_json(section)
-            for key in wanted:
-                if key not in NOT_IDENTITY[name] and made_with[key] != wanted[key]:
-                    other = "`python -m shards recode` it" if key == "codec" else "extract into another directory"
-                    raise CacheError(
-                        f"{where} was made with {name}.{key} = {made_with[key]!r}, the config says {wanted[key]!r}: "
-                        f"use the config it was made with, or {other}"
-                    )
+            yield from (
+                (f"{name}.{key}", made_with[key], wanted[key]) for key in wanted if made_with[key] != wanted[key]
+            )
 
 
 def sealed(value: dict[str, Any]) -> dict[str, Any]:
     """`value` with its own checksum: sha256 of the file that holds it, the checksum's 64 digits taken as zeros."""
-    unsealed = json_text({**value, SEAL: "0" * 64})
+    unsealed = json_text({**value, SEAL: UNSEALED})
     return {**value, SEAL: hashlib.sha256(unsealed.encode()).hexdigest()}
 
 
-def check_seal(value: dict[str, Any], where: Path) -> None:
-    """Raise CacheError if an object read from `where` is not the one that was sealed."""
-    try:
-        expected = sealed(value)[SEAL]
-    except (ValueError, RecursionError) as error:  # ValueError: NaN or an infinity, which no writer writes
-        raise CacheError(f"{where} is damaged or was edited: {error}") from None
-    if value.get(SEAL) != expected:
-        raise CacheError(f"{where} is damaged or was edited: its {SEAL} is {value.get(SEAL)!r}, expected {expected!r}")
+def check_seal(value: dict[str, Any], path: Path) -> None:
+    """Raise CacheError unless every byte of the file `path`, whose content is `value`, is as it was sealed."""
+    seal = value.get(SEAL)
+    unsealed = path.read_bytes().replace(f'"{seal}"'.encode(), f'"{UNSEALED}"'.encode(), 1)
+    expected = hashlib.sha256(unsealed).hexdigest()
+    if seal != expected:
+        raise CacheError(f"{path} is damaged or was edited: its {SEAL} is {shown(seal)}, expected {expected!r}")
 
 
 def read_json(path: Path) -> Any:

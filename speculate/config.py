@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shards.config import require_positive
+from shards.config import require_path, require_positive
 from shards.errors import UsageError
 
 
@@ -13,6 +13,8 @@ class SpeculateConfig:
     max_new_tokens: int = 256  # of one answer
 
     def __post_init__(self) -> None:
+        require_path("speculate.prompts", self.prompts)
+        require_positive(self, "speculate", "max_new_tokens")
         if self.num_prompts is not None:
             require_positive(self, "speculate", "num_prompts")
         if self.max_new_tokens < 2:

@@ -75,6 +75,8 @@ def start(arguments: argparse.Namespace) -> int:
         print(f"{arguments.run} has all its {begin.num_steps} steps: nothing to train; RUN= (--run) begins another")
         return 0
     check_files(arguments.cache, begin.checkpoint)
+    for note in begin.notes:
+        print(f"note: {note}", flush=True)
     code = run_workers(sys.argv[1:], arguments.run, num_workers=num_workers)
     if code == 0:
         print_summary(arguments.run)

@@ -10,17 +10,21 @@ from typing import Literal, Self
 
 from shards.codec import CODECS
 from shards.config import (
+    MAX_LAYERS,
     CacheConfig,
     ConfigFile,
     DataConfig,
     TargetConfig,
     check_codec,
     check_layers,
+    require_path,
     require_positive,
+    shown,
 )
 from shards.errors import UsageError
 
 LayerType = Literal["full_attention", "sliding_attention"]
+MAX_EPOCHS_OR_ROWS = 1 << 20  # of a run, of a step: far above any, and low enough to be counted out
 DEFAULT_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0, 7: 4.0}  # block size → decay of the slot weights, from the paper
 
 
@@ -45,12 +49,14 @@ class DrafterConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        positive = ("num_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "rope_theta")
-        require_positive(self, "drafter", *positive, "rms_norm_eps", "init_std", "max_position_embeddings")
+        positive = ("block_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+        require_positive(self, "drafter", *positive, "rope_theta", "rms_norm_eps", "init_std")
+        require_positive(self, "drafter", "max_position_embeddings")
+        require_positive(self, "drafter", "num_layers", at_most=MAX_LAYERS)
         if self.block_size < 2:
             raise UsageError(f"drafter.block_size is {self.block_size}: it must be at least 2, the anchor and one slot")
-        if self.head_dim <= 0 or self.head_dim % 2:
-            raise UsageError(f"drafter.head_dim is {self.head_dim}: it must be positive and even")
+        if self.head_dim % 2:
+            raise UsageError(f"drafter.head_dim is {self.head_dim}: it must be even")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UsageError(
                 f"drafter.num_attention_heads is {self.num_attention_heads}: it must be a multiple of "
@@ -58,17 +64,19 @@ class DrafterConfig:
             )
         if not self.target_layer_ids or len(set(self.target_layer_ids)) != len(self.target_layer_ids):
             raise UsageError(
-                f"drafter.target_layer_ids is {list(self.target_layer_ids)}: it must name layers, each once"
+                f"drafter.target_layer_ids is {shown(list(self.target_layer_ids))}: it must name layers, each once"
             )
         if self.layer_types is not None and len(self.layer_types) != self.num_layers:
             raise UsageError(
                 f"drafter.layer_types has {len(self.layer_types)} entries: num_layers is {self.num_layers}"
             )
         has_sliding = "sliding_attention" in self.resolved_layer_types
-        if has_sliding and (self.sliding_window is None or self.sliding_window <= 0):
-            raise UsageError("drafter.layer_types has sliding layers: drafter.sliding_window must be set and positive")
-        if self.sliding_window is not None and not has_sliding:
-            raise UsageError("drafter.sliding_window has no effect: drafter.layer_types has no sliding layer")
+        if has_sliding and self.sliding_window is None:
+            raise UsageError("drafter.layer_types has sliding layers: drafter.sliding_window must be set")
+        if self.sliding_window is not None:
+            require_positive(self, "drafter", "sliding_window")
+            if not has_sliding:
+                raise UsageError("drafter.sliding_window has no effect: drafter.layer_types has no sliding layer")
 
     @property
     def resolved_layer_types(self) -> tuple[LayerType, ...]:
@@ -114,20 +122,22 @@ class TrainConfig:
     max_bad_steps: int = 20  # so many non-finite steps in a row end the run
 
     def __post_init__(self) -> None:
-        positive = ("num_anchors", "rows_per_step", "rows_per_micro_step", "epochs", "lr", "eps", "clip_norm")
+        positive = ("num_anchors", "rows_per_micro_step", "lr", "eps", "clip_norm")
         every = ("log_every", "eval_every", "save_every", "keep_checkpoints", "max_bad_steps")
         require_positive(self, "train", *positive, *every)
+        require_positive(self, "train", "rows_per_step", "epochs", at_most=MAX_EPOCHS_OR_ROWS)
+        require_path("train.compile_cache", self.compile_cache)
         if self.max_steps is not None:
             require_positive(self, "train", "max_steps")
         if self.gamma is not None:
             require_positive(self, "train", "gamma")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise UsageError(f"train.betas is {list(self.betas)}: it must be two numbers in [0, 1)")
+            raise UsageError(f"train.betas is {shown(list(self.betas))}: it must be two numbers in [0, 1)")
         for key in ("warmup_fraction", "final_lr_fraction"):
             if not 0.0 <= getattr(self, key) <= 1.0:
                 raise UsageError(f"train.{key} is {getattr(self, key)}: it must be in [0, 1]")
         if self.gpus is not None and (not self.gpus or len(set(self.gpus)) != len(self.gpus) or min(self.gpus) < 0):
-            raise UsageError(f"train.gpus is {list(self.gpus)}: it must name GPUs by number, each once")
+            raise UsageError(f"train.gpus is {shown(list(self.gpus))}: it must name GPUs by number, each once")
         if not 0 <= self.seed < 1 << 63:
             raise UsageError(f"train.seed is {self.seed}: it must be in 0..2^63 − 1")
         for key in ("eval_every", "save_every"):
@@ -186,11 +196,12 @@ class RunConfig:
             raise UsageError(
                 f"drafter.target_layer_ids has layers {missing} that are not in cache.layers, {list(self.cache.layers)}"
             )
-        if self.train.num_anchors > self.cache.row_tokens:
-            raise UsageError(
-                f"train.num_anchors is {self.train.num_anchors}: a row has only {self.cache.row_tokens} tokens"
-            )
-
+        for name, size in (
+            ("train.num_anchors", self.train.num_anchors),
+            ("drafter.block_size", self.drafter.block_size),
+        ):
+            if size > self.cache.row_tokens:
+                raise UsageError(f"{name} is {size}: a row has only {self.cache.row_tokens} tokens")
         if self.train.gamma is None and self.drafter.block_size not in DEFAULT_GAMMA:
             raise UsageError(
                 f"train.gamma has no default for drafter.block_size {self.drafter.block_size} "

@@ -24,6 +24,7 @@ class Beginning(NamedTuple):
 
     num_steps: int
     checkpoint: Path | None  # None: at its beginning
+    notes: list[str]  # what is not wrong, but may not be meant: a sentence each
 
     @property
     def is_finished(self) -> bool:
@@ -49,6 +50,7 @@ def preflight(config: RunConfig, cache: Path, run: Path, *, world_size: int, res
     return Beginning(
         num_steps=RowOrder.of(config, manifest.plan).num_steps(config.train),
         checkpoint=begin_or_continue(run, config, manifest.identity, resume=resume),
+        notes=manifest.moved(config.target, config.data),
     )
 
 

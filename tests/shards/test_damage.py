@@ -1,6 +1,7 @@
 """Damage of every kind is refused with its reason, by the reader and by verify; never read, never a crash."""
 
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -110,6 +111,19 @@ def test_any_file_cut_short_or_missing_is_found(cache: Path) -> None:
             assert faults(cache), name
         (cache / name).write_bytes(stored)
     assert faults(cache) == []
+
+
+def edit_text(name: str, change: Callable[[str], str], *, seal: bool = True) -> Callable[[Path], None]:
+    """Change the text of a sealed file, and, unless `seal` is off, seal it again as FORMAT.md says."""
+
+    def damage(cache: Path) -> None:
+        text = change((cache / name).read_text())
+        if seal:
+            text = re.sub('(?<="seal": ")[0-9a-f]{64}', "0" * 64, text)
+            text = text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest(), 1)
+        (cache / name).write_text(text)
+
+    return damage
 
 
 def edit_json(name: str, change: Callable[[dict], object], *, seal: bool = True) -> Callable[[Path], None]:
@@ -262,7 +276,16 @@ CATALOGUE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         r"shard.quarantined\[0\].document is '1': it must be of type int",
     ),
     "record is a number": (write(f"{S}/shard.json", b"7"), NO_READER, "shard.json is damaged: it holds no object"),
-    "infinite statistics": (write(f"{S}/shard.json", b'{"rms": Infinity}'), NO_READER, "not JSON compliant"),
+    "infinite statistics": (
+        edit_text(f"{S}/shard.json", lambda text: re.sub('"rms": [0-9.]+', '"rms": Infinity', text)),
+        NO_READER,
+        "rms is inf: it must be finite",
+    ),
+    "record with a blank more": (
+        edit_text(f"{S}/shard.json", lambda text: text + " ", seal=False),
+        NO_READER,
+        "shard.json is damaged or was edited: its seal is",
+    ),
     "plan": (flip("plan/token_ids.npy", -3), NO_READER, "plan/token_ids.npy: sha256 is .{64}, expected .{64}"),
     "plan column missing": (lambda cache: (cache / "plan/token_ids.npy").unlink(), NO_READER, "token_ids.npy cannot"),
     "target": (flip("target/head.json", 3), NO_READER, "target/head.json: sha256 is"),
@@ -314,6 +337,21 @@ CATALOGUE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         edit_json(MANIFEST_FILE, lambda value: value.update(format="zip")),
         "is not the manifest of a",
         "is not",
+    ),
+    "manifest with a newline more": (
+        edit_text(MANIFEST_FILE, lambda text: text + "\n", seal=False),
+        "manifest.json is damaged or was edited: its seal is",
+        "its seal is",
+    ),
+    "manifest on one line": (
+        edit_text(MANIFEST_FILE, lambda text: json.dumps(json.loads(text)), seal=False),
+        "manifest.json is damaged or was edited: its seal is",
+        "its seal is",
+    ),
+    "manifest without a seal": (
+        edit_text(MANIFEST_FILE, lambda text: re.sub('"seal": "[0-9a-f]*"', '"seal": null', text), seal=False),
+        "manifest.json is damaged or was edited: its seal is None",
+        "its seal is None",
     ),
     "manifest edited": (
         edit_json(MANIFEST_FILE, lambda value: value["identity"].update(data="e" * 64), seal=False),

@@ -36,6 +36,26 @@ def test_places_are_no_part_of_the_identity() -> None:
     MANIFEST.check_config(target, data, MANIFEST.cache, Path("cache"))
 
 
+def test_places_that_differ_are_told() -> None:
+    target = dataclasses.replace(MANIFEST.target, path="elsewhere")
+    data = dataclasses.replace(MANIFEST.data, files=("elsewhere.jsonl",))
+    assert MANIFEST.moved(MANIFEST.target, MANIFEST.data) == []
+    of_target, of_data = MANIFEST.moved(target, data)
+    assert f"target.path = {MANIFEST.target.path!r}, the config says 'elsewhere'" in of_target
+    assert f"data.files = {list(MANIFEST.data.files)!r}, the config says ['elsewhere.jsonl']" in of_data
+
+
+def test_what_can_not_be_looked_into_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for name, reason in (
+        ("absent", "is not a cache: it has no manifest.json"),
+        ("file", "is not a cache: it has no manifest.json"),
+        ("x" * 300, "manifest.json cannot be read: File name too long"),
+    ):
+        with pytest.raises(CacheError, match=reason):
+            Manifest.read(tmp_path / name)
+
+
 @pytest.mark.parametrize(
     ("section", "change", "reason"),
     [

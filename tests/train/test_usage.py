@@ -25,9 +25,23 @@ WRONG_SETTINGS = {  # override → what the sentence must say
     "train.lr": "section.key=value",
     "train.lr=fast": "train.lr is 'fast'",
     "train.lr=-1.0": "must be positive",
-    "train.lr=nan": "must be positive",
-    "train.clip_norm=inf": "must be positive",
-    "train.seed=9223372036854775808": "0..2^63 − 1",
+    "train.lr=nan": "train.lr is nan: it must be finite",
+    "train.lr=1e308": "train.lr is 1e+308: fp32 must hold it",
+    "train.lr=1e-50": "train.lr is 1e-50: fp32 must hold it",
+    "train.clip_norm=inf": "must be finite",
+    "train.epochs=1e20": "train.epochs is 1e+20: it must be of type int",
+    "train.epochs=9999999": "train.epochs is 9999999: it must be at most 1048576",
+    "train.rows_per_step=999999999999": "train.rows_per_step is 999999999999: it must be at most",
+    "train.log_every=true": "train.log_every is True: it must be of type int",
+    f"train.max_steps={'9' * 400}": "99…: a whole number must fit into 64 bits",
+    f"train.max_steps={'9' * 5000}": "99…: it must be of type int",
+    "train.seed=-1": "0..2^63 − 1",
+    "train.seed=9223372036854775808": "a whole number must fit into 64 bits",
+    "train.compile_cache=": "train.compile_cache has '', which can be no path",
+    f"data.files=['{'x' * 300}']": "a name of 300 bytes",
+    'target.path="a\\u0000b"': "target.path has 'a\\x00b', which can be no path",
+    "speculate.foo=1": "unknown key of the override 'speculate.foo=1'",
+    "extract.lr=nan": "unknown key of the override 'extract.lr=nan'",
     "train.gpus=[-1]": "by number",
     "train.gpus=[999]": "names GPUs [999]",
     "train.loss=mse": "must be one of",
@@ -36,7 +50,10 @@ WRONG_SETTINGS = {  # override → what the sentence must say
     "train.num_anchors=49": "a row has only 48 tokens",
     "train.rows_per_micro_step=4": "must be a multiple of 4, for example 4 or 8",
     "train.log_every=4": "multiple of train.log_every",
+    "drafter.num_layers=1001": "must be at most 1000",
     "drafter.block_size=1": "at least 2",
+    "drafter.block_size=49": "a row has only 48 tokens",
+    "drafter.head_dim=0": "must be positive",
     "drafter.head_dim=7": "even",
     "drafter.num_attention_heads=3": "multiple of num_key_value_heads",
     "drafter.layer_types=['full_attention']": "num_layers is 2",
@@ -207,6 +224,16 @@ def test_a_damaged_cache_is_refused_before_a_worker_starts(capsys, copied, name)
     damage, said = DAMAGE[name]
     damage(copied / "cache")
     check_refused(capsys, copied, said)
+
+
+def test_a_cache_that_was_made_from_elsewhere_is_trained_on_and_noted(workspace):
+    from train.preflight import preflight
+
+    config = RunConfig.load(workspace / "tiny.toml", ["target.path=elsewhere", "data.files=['a.jsonl']"])
+    begin = preflight(config, workspace / "cache", workspace / "run", world_size=1, resume=False)
+    of_target, of_data = begin.notes
+    assert "was made with target.path = 'nowhere', the config says 'elsewhere'" in of_target
+    assert "was made with data.files = ['nowhere.jsonl'], the config says ['a.jsonl']" in of_data
 
 
 def test_a_cache_without_training_rows_is_refused(capsys, copied):
