@@ -170,6 +170,7 @@ def read_share(
             for row, following in zip(rows, [*rows[1:], None], strict=True):
                 read(row, following)
             times.put((start, time.monotonic()))
+        del read  # the last that holds a mapping
 
 
 def describe_machine() -> str:
