@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from extract.job import Job
-from extract.sizes import bytes_per_slot, cache_bytes, describe_plan, fill_of, free_bytes, target_bytes
+from extract.sizes import bytes_per_slot, cache_bytes, describe_plan, fill_of, target_bytes
 from extract.sources import check_sources
 from shards.manifest import Plan
+from shards.room import free_bytes
 from shards.schema import published_shards
 
 ASSUMED_FILL = 0.98  # of rows that are not planned yet

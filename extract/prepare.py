@@ -13,19 +13,21 @@ from extract.data import read_records
 from extract.head import Head, read_head
 from extract.identity import TEMPLATE_FILE, compute_identity, tokenizer_files
 from extract.job import Job
-from extract.plan import make_plan
-from extract.sizes import cache_bytes, require_room, shards_bytes
+from extract.sizes import cache_bytes, shards_bytes
 from extract.sources import check_sources, file_states, remember_sources
 from extract.target import Architecture, check_mask_token, read_architecture
 from extract.tokenise import Encoder, Limits, tokenise
 from shards.errors import CacheError
 from shards.manifest import Identity, Manifest, Plan
+from shards.plan import make_plan
 from shards.record import count_quarantined
+from shards.room import require_room
 from shards.schema import PLAN_DIRECTORY, TARGET_DIRECTORY, PlanArrays, missing_shards
 from shards.verify import check_file
 from shards.writer import check_vacant, new_cache, publish_cache
 
 COPIED_FILES = ("config.json", "generation_config.json", TEMPLATE_FILE)  # and the tokenizer's
+ROOM_ADVICE = "name another --cache, or take fewer layers or documents"
 SOFTWARE = ("torch", "transformers", "tokenizers", "numpy", "zarr", "numcodecs")
 
 
@@ -52,7 +54,7 @@ def plan_rows(job: Job, encoder: Encoder) -> tuple[Plan, PlanArrays]:
 
 def _resume(job: Job, manifest: Manifest) -> Manifest:
     missing = missing_shards(job.directory, manifest)
-    require_room(job.directory, shards_bytes(job.target, job.cache, manifest.plan, missing))
+    require_room(job.directory, shards_bytes(job.target, job.cache, manifest.plan, missing), advice=ROOM_ADVICE)
     _check_whole(job.directory, manifest)
     check_sources(job, manifest)
     print(f"extract: {len(missing)} of {manifest.plan.num_shards} shards are missing", flush=True)
@@ -81,7 +83,7 @@ def _begin(job: Job, architecture: Architecture) -> Manifest:
     states = file_states(job)  # before their content is read: what changes after that is hashed again
     print("extract: tokenising and packing", flush=True)
     plan, arrays = plan_rows(job, encoder)
-    require_room(job.directory, cache_bytes(job.target, job.cache, plan))
+    require_room(job.directory, cache_bytes(job.target, job.cache, plan), advice=ROOM_ADVICE)
     manifest = Manifest(
         target=job.target,
         data=job.data,

@@ -1,19 +1,16 @@
-"""How large a plan is, what its cache will weigh, and whether the disk has room, before anything is loaded."""
+"""How large a plan is and what its cache will weigh, before anything is loaded."""
 
-import shutil
 from collections.abc import Iterable
-from pathlib import Path
 
 from shards.codec import CODECS, bytes_per_token
 from shards.config import CacheConfig, TargetConfig
-from shards.errors import UsageError
 from shards.manifest import Plan
 
 SLOT_BYTES = 3 * 4 + 2 * 1  # input, position and document id; loss mask and source id
 SHARD_OVERHEAD_BYTES = 1 << 18  # metadata, checksums, indexes, and the last block of each file
 TOKEN_BYTES = 5  # of plan/: id and loss mask; the columns of documents are small beside it
 TOKENIZER_BYTES = 1 << 25
-LEFT_OUT_BECAUSE = {  # by tokenise.Reason
+LEFT_OUT_BECAUSE = {  # by documents.Reason
     "empty": "no tokens",
     "template_refused": "refused by the chat template",
     "mask_unclear": "an answer's tokens can't be told from those around it",
@@ -64,20 +61,3 @@ def cache_bytes(target: TargetConfig, cache: CacheConfig, plan: Plan) -> int:
     """Of the whole cache."""
     shards = shards_bytes(target, cache, plan, range(plan.num_shards))
     return shards + target_bytes(target) + plan.num_tokens * TOKEN_BYTES
-
-
-def free_bytes(directory: Path) -> int:
-    """Free on the disk that holds `directory`, or will."""
-    while not directory.exists():
-        directory = directory.absolute().parent
-    return shutil.disk_usage(directory).free
-
-
-def require_room(directory: Path, needed_bytes: int) -> None:
-    """Raise UsageError unless the disk of `directory` has room for `needed_bytes` more."""
-    free = free_bytes(directory)
-    if needed_bytes > free:
-        raise UsageError(
-            f"{directory} needs {needed_bytes:,} bytes more and its disk has {free:,} free, "
-            f"{needed_bytes - free:,} too few: make room, name another --cache, or take fewer layers or documents"
-        )

@@ -83,6 +83,7 @@ class Manifest:
     plan: Plan
     checksums: dict[str, str]  # file below plan/ or target/, with forward slashes → sha256, hex
     software: dict[str, str]  # recorded, never compared
+    history: tuple[str, ...] = ()  # what tools did to the states since the target gave them; recorded, never compared
 
     def __post_init__(self) -> None:
         check_codec(self.cache, self.target)
@@ -124,6 +125,11 @@ class Manifest:
             )
         check_seal(value, path)
         return cls.from_json(value, path)
+
+    @property
+    def seal(self) -> str:
+        """The checksum by which the file vouches for itself: it tells any two caches apart."""
+        return self.to_json()[SEAL]
 
     def check_config(self, target: TargetConfig, data: DataConfig, cache: CacheConfig, where: Path) -> None:
         """Raise CacheError naming the first key in which a config differs from the one this cache was made with."""

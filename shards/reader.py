@@ -7,7 +7,7 @@ Reading ahead of the caller is the kernel's part: `advise` says which row comes 
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,8 +215,7 @@ class CacheReader:
         with self._blame():
             for name, destination in zip(names, destinations, strict=True):
                 self._array(shard, name).read_row(row_in_shard, destination)
-            if self._row_id != row:
-                raise CacheError(f"{shard_name(shard)} has row {self._row_id} in the place of row {row}")
+            self._check_row_id(shard, self._row_id, row)
 
     def advise(self, row: int, layers: Sequence[int]) -> None:
         """Ask the kernel to read `row` ahead, so that `read_row` of it will find it in memory.
@@ -238,6 +237,18 @@ class CacheReader:
             for name in names:
                 self._array(shard, name).forget(row_in_shard)
 
+    def read_arrays(self, row: int, names: Iterable[str]) -> dict[str, np.ndarray]:
+        """Arrays of `row` by name, in memory of their own: for tools, which need others than a trainer."""
+        shard, row_in_shard = divmod(row, self.manifest.plan.rows_per_shard)
+        arrays = {}
+        with self._blame():
+            for name in (ROW_IDS, *names):
+                file = self._array(shard, name)
+                arrays[name] = np.empty(file.spec.row_shape, file.spec.dtype)
+                file.read_row(row_in_shard, arrays[name])
+            self._check_row_id(shard, arrays.pop(ROW_IDS), row)
+        return arrays
+
     def close(self) -> None:
         while self._files:
             self._files.popitem()[1].close()
@@ -254,6 +265,10 @@ class CacheReader:
             yield
         except CacheError as error:
             raise CacheError(f"{error}: run `python -m shards verify {self.cache}`") from None
+
+    def _check_row_id(self, shard: int, found: np.ndarray, row: int) -> None:
+        if found != row:
+            raise CacheError(f"{shard_name(shard)} has row {found} in the place of row {row}")
 
     def _names(self, row: int, layers: Sequence[int]) -> list[str]:
         """The arrays that `row` is read from: row ids, slots, codes, scales."""

@@ -40,6 +40,7 @@ from shards.schema import (
 class Part:
     """A part of a cache that was looked at."""
 
+    of: str  # the shard or file, by its path in the cache, that is to blame for the faults
     num_files: int = 1
     num_shards: int = 0
     faults: tuple[str, ...] = ()
@@ -85,65 +86,67 @@ def count_files(manifest: Manifest) -> int:
 
 def verify(cache: Path, manifest: Manifest) -> Iterator[Part]:
     """Look at every part of `cache`, whose manifest was read. The shards are left out if the plan contradicts it."""
-    yield Part(faults=tuple(_strays(cache, manifest)))  # the manifest
+    yield Part(of=MANIFEST_FILE)
+    yield from _strays(cache, manifest)
     frozen = list(_verify_frozen(cache, manifest))
     yield from frozen
     if not any(part.faults for part in frozen):
         contradictions = _faults(_check_plan, cache, manifest)
         if contradictions:
-            yield Part(num_files=0, faults=contradictions)
+            yield Part(of=PLAN_DIRECTORY, num_files=0, faults=contradictions)
             return
     for shard in range(manifest.plan.num_shards):
         yield from _verify_shard(cache, manifest, shard)
     if (cache / COMPLETE_FILE).exists():
         content = {"num_shards": manifest.plan.num_shards}
-        yield Part(faults=_faults(_check_json, cache, COMPLETE_FILE, content))
+        yield Part(of=COMPLETE_FILE, faults=_faults(_check_json, cache, COMPLETE_FILE, content))
 
 
-def _strays(cache: Path, manifest: Manifest) -> Iterator[str]:
+def _strays(cache: Path, manifest: Manifest) -> Iterator[Part]:
     """What lies at the top of the cache and belongs to nothing. Hidden names are unfinished work."""
     known = {MANIFEST_FILE, COMPLETE_FILE, PLAN_DIRECTORY, TARGET_DIRECTORY, LOST_AND_FOUND}
     known |= {shard_name(shard) for shard in range(manifest.plan.num_shards)}
     for name in sorted(path.name for path in cache.iterdir()):
         if name not in known and not name.startswith("."):
-            yield f"{name!r} is no part of this cache, whose plan has {manifest.plan.num_shards} shards"
+            fault = f"{name!r} is no part of this cache, whose plan has {manifest.plan.num_shards} shards"
+            yield Part(of=name, num_files=0, faults=(fault,))
 
 
 def _verify_frozen(cache: Path, manifest: Manifest) -> Iterator[Part]:
     """plan/ and target/, whose checksums the manifest holds."""
     for name, sha256 in manifest.checksums.items():
-        yield Part(faults=_faults(check_file, cache, name, sha256))
+        yield Part(of=name, faults=_faults(check_file, cache, name, sha256))
     found = {f"{top}/{name}" for top in (PLAN_DIRECTORY, TARGET_DIRECTORY) for name in file_names(cache / top)}
-    extra = sorted(found - manifest.checksums.keys())
-    yield Part(num_files=0, faults=tuple(f"{name!r}: the manifest has no such file" for name in extra))
+    for name in sorted(found - manifest.checksums.keys()):
+        yield Part(of=name, num_files=0, faults=(f"{name!r}: the manifest has no such file",))
 
 
 def _verify_shard(cache: Path, manifest: Manifest, shard: int) -> Iterator[Part]:
     directory = shard_name(shard)
     if not (cache / directory).is_dir():
-        yield Part(num_files=0, faults=(f"{directory} is missing",))
+        yield Part(of=directory, num_files=0, faults=(f"{directory} is missing",))
         return
     arrays = shard_arrays(manifest, shard)
     files: dict[str, FileRecord] = {}  # stays empty when shard.json is damaged: there is nothing to compare with
     try:
         files = ShardRecord.read(cache, manifest, shard).files
-        yield Part(num_shards=1)
+        yield Part(of=directory, num_shards=1)
     except CacheError as error:
-        yield Part(num_shards=1, faults=(str(error),))
+        yield Part(of=directory, num_shards=1, faults=(str(error),))
     recorded = {f"{directory}/{name}": record for name, record in files.items()}
 
     extra = sorted(set(file_names(cache / directory)) - shard_files(arrays) - {SHARD_FILE})
     named = (f"{directory}/{name}" for name in extra)
-    yield Part(num_files=0, faults=tuple(f"{name!r}: a shard has no such file" for name in named))
+    yield Part(of=directory, num_files=0, faults=tuple(f"{name!r}: a shard has no such file" for name in named))
     for group in group_names(arrays):
         name = os.path.join(directory, group, ZARR_FILE)
         faults = _faults(_check_json, cache, name, group_metadata())
-        yield Part(faults=faults or _compare(cache, [name], recorded))
+        yield Part(of=directory, faults=faults or _compare(cache, [name], recorded))
     for spec in arrays.values():
         # A fault found among the values says more than a wrong checksum of the file: only one of them is reported.
         faults = tuple(_array_faults(cache / directory, spec, manifest.plan.shard_rows(shard)))
         names = [f"{directory}/{spec.name}/{ZARR_FILE}", f"{directory}/{spec.file_name}"]
-        yield Part(num_files=len(names), faults=faults or _compare(cache, names, recorded))
+        yield Part(of=directory, num_files=len(names), faults=faults or _compare(cache, names, recorded))
 
 
 def _array_faults(directory: Path, spec: ArraySpec, row_ids: range) -> Iterator[str]:

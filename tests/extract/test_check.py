@@ -3,10 +3,13 @@
 import json
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from extract.__main__ import main
+from extract.sizes import LEFT_OUT_BECAUSE
+from shards.documents import Reason
 from shards.manifest import Manifest
 from tests.extract.tiny import LAYERS, ROW_TOKENS, SIZES, files_of, records, write_jsonl
 
@@ -68,3 +71,7 @@ def test_check_tells_what_is_there_and_refuses_what_does_not_match(
     write_jsonl(copy / "data.jsonl", records()[1:])
     assert main(arguments) == 2
     assert "the data of data.files" in capsys.readouterr().err
+
+
+def test_every_reason_to_leave_a_record_out_is_explained() -> None:
+    assert LEFT_OUT_BECAUSE.keys() == set(get_args(Reason))

@@ -1,4 +1,4 @@
-"""What a plan must be, checked slot by slot in plain Python. Shares no code with extract/plan.py."""
+"""What a plan must be, checked slot by slot in plain Python. Shares no code with shards/plan.py."""
 
 import hashlib
 import struct

@@ -107,12 +107,12 @@ def make_rows(shape: CacheShape, manifest: Manifest, plan: PlanArrays, shard: in
     )
 
 
-def start_cache(path: Path, shape: CacheShape, plan: PlanArrays) -> Manifest:
-    """Write a cache without shards."""
+def start_cache(path: Path, shape: CacheShape, plan: PlanArrays, manifest: Manifest | None = None) -> Manifest:
+    """Write a cache without shards, of another manifest if one is given."""
     with new_cache(path) as staging:
         plan.write(staging / PLAN_DIRECTORY)
         (staging / TARGET_DIRECTORY / "head.json").write_text('{"tied": true}\n')
-        return publish_cache(path, staging, make_manifest(shape, plan))
+        return publish_cache(path, staging, manifest or make_manifest(shape, plan))
 
 
 def make_cache(path: Path, shape: CacheShape) -> Manifest:

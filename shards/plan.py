@@ -14,9 +14,9 @@ from typing import Self
 
 import numpy as np
 
-from extract.tokenise import Document, Tokenised
 from shards.codec import CODECS, bytes_per_token
 from shards.config import CacheConfig, DataConfig, TargetConfig
+from shards.documents import Document, Tokenised
 from shards.errors import UsageError
 from shards.manifest import Plan
 from shards.schema import PlanArrays

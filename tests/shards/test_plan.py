@@ -2,19 +2,17 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from extract.plan import make_plan, pack, rows_per_shard
-from extract.sizes import LEFT_OUT_BECAUSE
-from extract.tokenise import Document, Reason, Tokenised
 from shards.config import CacheConfig, DataConfig, TargetConfig
+from shards.documents import Document, Tokenised
 from shards.errors import UsageError
 from shards.manifest import Plan
+from shards.plan import make_plan, pack, rows_per_shard
 from shards.schema import PLAN_COLUMNS, PlanArrays
 from tests.reference.packing import check_plan, heldout, least_rows
 
@@ -185,7 +183,3 @@ def test_all_held_out_is_refused() -> None:
 def test_too_many_sources_are_refused() -> None:
     with pytest.raises(UsageError, match="256 sources, at most 255"):
         plan_of([document(i, 5, source=str(i)) for i in range(256)], 64)
-
-
-def test_every_reason_to_leave_a_record_out_is_explained():
-    assert LEFT_OUT_BECAUSE.keys() == set(get_args(Reason))
