@@ -62,6 +62,8 @@ def run_command(command: Callable[[], int | None], *, interrupted: str = "interr
         return _end(f"error: {error}", error.exit_code)
     except BrokenPipeError:
         return _end("", EXIT_FAILED)
+    except OSError as error:  # the disk, or permissions, where nobody had more to say about it
+        return _end(f"error: {error}", EXIT_FAILED)
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -5,6 +5,7 @@ the trainer can import it. How values become codes is codec.py's part, what the 
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -52,7 +53,11 @@ def shard_name(shard: int) -> str:
 
 def published_shards(cache: Path, manifest: Manifest) -> set[int]:
     """The shards of the plan whose directories are in place; a published shard is whole."""
-    found = (re.fullmatch(r"shard-(\d{5})", path.name) for path in cache.iterdir())
+    try:
+        names = os.listdir(cache)
+    except OSError as error:
+        raise CacheError(f"{cache} cannot be read: {error.strerror}") from None
+    found = (re.fullmatch(r"shard-(\d{5})", name) for name in names)
     return {int(match[1]) for match in found if match and int(match[1]) < manifest.plan.num_shards}
 
 

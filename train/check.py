@@ -1,6 +1,7 @@
 """`--check`: what a run would be and need, from the config and the manifest alone. It needs no GPU."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def describe(config: RunConfig, cache: Path, plan: dict[str, Any]) -> Iterator[s
     yield f"steps              {plan['num_steps']:,}; {epochs} of {rows}"
     if missing := plan["num_missing_shards"]:
         yield f"cache              lacks {count(missing, 'shard')}: `make extract` makes what is missing"
+    yield from (f"note               {note}" for note in plan["notes"])
 
 
 def describe_memory(plan: dict[str, Any]) -> Iterator[str]:
@@ -105,10 +107,12 @@ def resolve(config: RunConfig, cache: Path) -> dict[str, Any]:
         "num_steps": None,
         "num_train_rows": None,
         "num_missing_shards": None,
+        "notes": [],
     }
-    if (cache / MANIFEST_FILE).exists():
+    if os.path.exists(cache / MANIFEST_FILE):
         manifest = Manifest.read(cache)
         manifest.check_config(config.target, config.data, config.cache, cache)
+        plan["notes"] = manifest.moved(config.target, config.data)
         plan["num_steps"] = RowOrder.of(config, manifest.plan).num_steps(settings)
         plan["num_train_rows"] = manifest.plan.num_train_rows
         plan["num_missing_shards"] = len(missing_shards(cache, manifest))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from shards.errors import UsageError
+from shards.errors import RunError, UsageError
 
 LOCK_FILE = ".lock"
 
@@ -22,13 +22,11 @@ def locked(run: Path) -> Iterator[None]:
 
     A directory in which nothing was written is not left behind.
     """
-    run.mkdir(parents=True, exist_ok=True)
-    with open(run / LOCK_FILE, "a+", encoding="utf-8") as file:
-        _take(file, run)
-        file.truncate(0)
-        # The parent is the launcher, or torchrun: the process to stop.
-        file.write(f"process {os.getppid()} on {socket.gethostname()}")
-        file.flush()
+    try:
+        file = _claim(run)
+    except OSError as error:
+        raise RunError(f"{run} can't be written to: {error.strerror}; --run names another directory") from error
+    with file:
         try:
             yield
         finally:
@@ -37,21 +35,32 @@ def locked(run: Path) -> Iterator[None]:
                 run.rmdir()
 
 
+def _claim(run: Path) -> IO[bytes]:
+    """The lock file, locked, with the process that holds it named in it."""
+    run.mkdir(parents=True, exist_ok=True)
+    file = open(run / LOCK_FILE, "ab+", buffering=0)  # noqa: SIM115 - it is open while the run is
+    _take(file, run)
+    file.truncate(0)
+    # The parent is the launcher, or torchrun: the process to stop.
+    file.write(f"process {os.getppid()} on {socket.gethostname()}".encode())
+    return file
+
+
 def refuse_if_locked(run: Path) -> None:
     """Raise UsageError if a training run has `run` now. Writes nothing."""
     path = run / LOCK_FILE
-    if path.is_file() and os.access(path, os.W_OK):
-        with open(path, "r+", encoding="utf-8") as file:
+    if os.path.isfile(path) and os.access(path, os.W_OK):
+        with open(path, "rb+") as file:
             _take(file, run)
 
 
-def _take(file: IO[str], run: Path) -> None:
+def _take(file: IO[bytes], run: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
         raise UsageError(
-            f"{run} is in use: {file.read() or 'another process'} is training there; wait for it or stop it, "
+            f"{run} is in use: {file.read().decode() or 'another process'} is training there; wait for it or stop it, "
             "or name another directory with --run (RUN= of make)"
         ) from None
     except OSError as error:

@@ -8,12 +8,14 @@
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shards.config import to_json
+from shards.config import shown, to_json
 from shards.durable import write_json
-from shards.errors import UsageError
+from shards.errors import RunError, UsageError
 from shards.manifest import Manifest
 from train.checkpoint import CHECKPOINTS_DIRECTORY, LATEST_LINK, latest_checkpoint
 from train.config import RunConfig
@@ -36,6 +38,7 @@ MAY_CHANGE = {
     "train.recompute",
     "train.compile_cache",
 }
+LENGTH = ("train.epochs", "train.max_steps")
 Loss = float | int | None  # in a line of metrics: None where nothing was counted
 
 
@@ -45,19 +48,19 @@ def begin_or_continue(run: Path, config: RunConfig, manifest: Manifest, *, resum
     `manifest` is the cache's. Raises UsageError when the directory can't be written, holds something and `resume` is
     off, or holds the run of another config or cache.
     """
-    if not run.exists():
-        return None
-    if not run.is_dir() or not os.access(run, os.W_OK):
-        raise UsageError(f"{run} is not a directory that can be written to: --run names another")
-    if all(_is_leftover(path.name) for path in run.iterdir()):
+    _require_place(run)
+    if not run.exists() or all(_is_leftover(path.name) for path in run.iterdir()):
         return None
     if not resume:
         raise UsageError(f"{run} is not empty: --resume continues the run in it, --run names another directory")
     recorded = _read_recorded(run)
     for key, value in record(config, manifest).items():
-        if key not in MAY_CHANGE and recorded.get(key) != value:
+        begun = recorded.get(key)
+        if key not in MAY_CHANGE and begun != value:
+            why = "the learning rate's schedule spans the run, whose length is fixed: " if key in LENGTH else ""
             raise UsageError(
-                f"{run} was begun with {key} = {recorded.get(key)!r}, now it is {value!r}: "
+                f"{run} was begun with {key} {'unset' if begun is None else f'= {shown(begun)}'}, now it is "
+                f"{'unset' if value is None else shown(value)}: {why}"
                 "continue with what it was begun with, or name another run directory"
             )
     lines, checkpoint = read_metrics(run), latest_checkpoint(run)
@@ -67,6 +70,21 @@ def begin_or_continue(run: Path, config: RunConfig, manifest: Manifest, *, resum
             f"back into {run / CHECKPOINTS_DIRECTORY}, or begin another run with --run"
         )
     return checkpoint
+
+
+def _require_place(run: Path) -> None:
+    """Raise UsageError unless `run` is a directory that can be written to, or one can be made there."""
+    whole = run.absolute()
+    place = next(path for path in (whole, *whole.parents) if os.path.lexists(path))
+    if not place.is_dir() or not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+        raise UsageError(f"{place} is not a directory that can be written to: --run names another")
+    for path in (whole, *(place / name for name in whole.relative_to(place).parts)):
+        try:
+            path.lstat()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise UsageError(f"{run} can't be made: {error.strerror}; --run names another directory") from None
 
 
 def _is_leftover(name: str) -> bool:
@@ -85,8 +103,22 @@ def _had_checkpoint(run: Path, recorded: dict[str, Any], lines: list[dict[str, A
 
 
 def record_config(run: Path, config: RunConfig, manifest: Manifest) -> None:
-    run.mkdir(parents=True, exist_ok=True)
-    write_json(run / RUN_CONFIG_FILE, record(config, manifest))
+    path = run / RUN_CONFIG_FILE
+    with writing(path):
+        run.mkdir(parents=True, exist_ok=True)
+        write_json(path, record(config, manifest))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the disk does not take raises RunError."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{path} could not be written: {error.strerror}; make room or mend the disk, then --resume continues from "
+            "the last checkpoint"
+        ) from error
 
 
 def record(config: RunConfig, manifest: Manifest) -> dict[str, Any]:
@@ -121,11 +153,12 @@ class MetricsLog:
         self.path = run / METRICS_FILE
         kept = [line for line in read_metrics(run) if line["step"] <= first_step]
         beside = self.path.with_name(f".{METRICS_FILE}")
-        beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(beside, self.path)
+        with writing(self.path):
+            beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            os.replace(beside, self.path)
 
     def append(self, line: dict[str, Any]) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
+        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
 

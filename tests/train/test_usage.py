@@ -1,8 +1,10 @@
 """`python -m train` with wrong input: one sentence, exit 2, nothing written; and `--check`, which only prints."""
 
+import ctypes
 import json
 import os
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -249,10 +251,20 @@ def test_a_run_directory_that_is_not_empty_needs_resume(capsys, copied):
     check_refused(capsys, copied, "holds no run", "--resume")
 
 
-@pytest.mark.parametrize("setting", ["train.lr=2e-2", "drafter.num_layers=3", "train.epochs=3", "train.seed=1"])
+ANOTHER_RUN = {  # override → what the sentence must say
+    "train.lr=2e-2": "was begun with train.lr = 0.01, now it is 0.02: continue with",
+    "drafter.num_layers=3": "was begun with drafter.num_layers = 2, now it is 3",
+    "drafter.is_causal=true": "was begun with drafter.is_causal unset, now it is True",
+    "train.seed=1": "was begun with train.seed = 0, now it is 1",
+    "train.epochs=3": "= 2, now it is 3: the learning rate's schedule spans the run, whose length is fixed",
+    "train.max_steps=3": "unset, now it is 3: the learning rate's schedule spans the run",
+}
+
+
+@pytest.mark.parametrize("setting", ANOTHER_RUN)
 def test_a_run_is_not_continued_with_another_config(capsys, copied, setting):
     record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache"))
-    check_refused(capsys, copied, f"was begun with {setting.partition('=')[0]} = ", setting, "--resume")
+    check_refused(capsys, copied, ANOTHER_RUN[setting], setting, "--resume")
 
 
 def test_a_run_is_not_continued_on_a_cache_of_other_data(capsys, copied):
@@ -262,9 +274,42 @@ def test_a_run_is_not_continued_on_a_cache_of_other_data(capsys, copied):
     check_refused(capsys, copied, "was begun with identity.data = ", "--resume")
 
 
-def test_a_run_directory_that_is_none_is_refused(capsys, copied):
-    (copied / "run").write_text("a file")
-    check_refused(capsys, copied, "is not a directory that can be written to", "--resume")
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ("tiny.toml", "tiny.toml is not a directory that can be written to"),
+        ("tiny.toml/run", "tiny.toml is not a directory that can be written to"),
+        ("dangling", "dangling is not a directory that can be written to"),
+        ("loop/run", "loop is not a directory that can be written to"),
+        ("x" * 256, "can't be made: File name too long"),
+        ("absent/" + "x" * 256 + "/run", "can't be made: File name too long"),
+        ("d/" * 2100, "can't be made: File name too long"),
+    ],
+)
+def test_a_run_directory_that_can_not_be_is_refused(capsys, copied, run, said):
+    (copied / "dangling").symlink_to("absent")
+    (copied / "loop").symlink_to("loop")
+    check_refused(capsys, copied, said, "--run", str(copied / run), "--resume")
+
+
+def drop_rights_of_root() -> None:
+    """CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, which go past permissions, are lost at the next exec."""
+    for capability in (1, 2):
+        ctypes.CDLL(None).prctl(24, capability)  # PR_CAPBSET_DROP, linux/prctl.h
+
+
+def test_a_directory_of_others_is_refused(copied):
+    (copied / "closed").mkdir(mode=0o555)
+    before = snapshot(copied)
+    for run in ("closed", "closed/run"):
+        arguments = ["--config", copied / "tiny.toml", "--cache", copied / "cache", "--run", copied / run]
+        command = [sys.executable, "-m", "train", *map(str, arguments)]
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=drop_rights_of_root)
+        assert process.returncode == 2
+        assert process.stderr == (
+            f"error: {copied / 'closed'} is not a directory that can be written to: --run names another\n"
+        )
+    assert snapshot(copied) == before
 
 
 def test_a_damaged_run_config_is_refused(capsys, copied):
