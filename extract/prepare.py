@@ -73,7 +73,7 @@ def _check_whole(cache: Path, manifest: Manifest) -> None:
         count_quarantined(cache, manifest)
     except CacheError as error:
         raise CacheError(
-            f"{cache} is damaged: {error}; remove that shard, and the same command makes it again"
+            f"{cache} is damaged: {error}; `python -m shards repair {cache}` sets it aside, then run the same command"
         ) from None
 
 

@@ -68,8 +68,7 @@ def check_at_a_glance(cache: Path, manifest: Manifest) -> None:
             _check_shard_at_a_glance(cache, shard, specs_by_num_rows[len(plan.shard_rows(shard))])
         except CacheError as error:
             raise CacheError(
-                f"{error}: remove {cache / shard_name(shard)} and run `make extract`, which makes it again; "
-                f"`python -m shards verify {cache}` looks for more"
+                f"{error}: `python -m shards repair {cache}` sets it aside, `make extract` makes it again"
             ) from None
 
 

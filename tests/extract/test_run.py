@@ -234,7 +234,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {  # of a cache witho
         lambda cache: (cache / "shard-00000" / "shard.json").unlink(),
         "shard-00000/shard.json cannot be read: ",
     ),
-    "a record cut off": (lambda cache: cut(cache / "shard-00001" / "shard.json"), "; remove that shard, and the same"),
+    "a record cut off": (
+        lambda cache: cut(cache / "shard-00001" / "shard.json"),
+        "sets it aside, then run the same command",
+    ),
     "a plan cut off": (
         lambda cache: cut(cache / "plan" / "token_ids.npy"),
         "is damaged: plan/token_ids.npy: sha256 is",
