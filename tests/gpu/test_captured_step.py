@@ -32,7 +32,7 @@ EXTREME_ROWS = {
 
 def small_config(codec: str = "bf16", **train: Any) -> RunConfig:
     return RunConfig(
-        target=TargetConfig(path="", hidden_size=256, num_layers=8, vocab_size=VOCAB_SIZE, mask_token_id=1),
+        target=TargetConfig(path="t", hidden_size=256, num_layers=8, vocab_size=VOCAB_SIZE, mask_token_id=1),
         data=DataConfig(files=("none",)),
         cache=CacheConfig(row_tokens=ROW_TOKENS, layers=(1, 3, 5), codec=codec),
         drafter=DrafterConfig(

@@ -16,7 +16,7 @@ from train.target_head import TargetHead
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 BASE = RunConfig(
-    target=TargetConfig(path="", hidden_size=24, num_layers=12, vocab_size=50, mask_token_id=49),
+    target=TargetConfig(path="t", hidden_size=24, num_layers=12, vocab_size=50, mask_token_id=49),
     data=DataConfig(files=("none",)),
     cache=CacheConfig(row_tokens=64, layers=(1, 4, 9)),
     drafter=DrafterConfig(
