@@ -1,7 +1,7 @@
 """What is the same for every test, wherever it runs.
 
-GPU tests are a run of their own (`make test-gpu`); any other run sees no GPU. Programs under test answer Ctrl-C, also when
-the tests run in the background of a shell, which ignores it for all that it starts there.
+GPU tests are a run of their own (`make test-gpu`); any other run sees no GPU. Programs under test answer Ctrl-C, also
+when the tests run in the background of a shell, which ignores it for all that it starts there.
 """
 
 import os
