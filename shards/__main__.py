@@ -15,6 +15,7 @@ from shards.errors import EXIT_FAILED, CacheError, run_command
 if TYPE_CHECKING:
     from shards.verify import Part
 
+GOES_ON = ": what was finished is kept, the same command goes on from it"
 CODEC_NAMES = ("bf16", "int8", "int4", "bf16+zstd")
 
 
@@ -218,7 +219,7 @@ def main() -> int:
     options = parser.parse_args()
     return run_command(
         lambda: options.run(options),
-        interrupted="interrupted: what was finished is kept, the same command goes on from it",
+        interrupted="interrupted" + (GOES_ON if "destination" in options else ""),
     )
 
 
