@@ -10,6 +10,8 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from multiprocessing import resource_tracker
+from multiprocessing.popen_spawn_posix import Popen
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from extract.worker import work
 from shards.errors import CacheError, Interrupted, RunError, UsageError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+RETRY_S = 0.05  # after which an interrupt that came at a bad moment is answered
 TERMINATING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # torch sends them on to the workers
 EXPECTED = tuple(kind.__name__ for kind in (UsageError, CacheError, RunError))  # they say all there is to be said
 
@@ -92,11 +95,15 @@ def _interruptible() -> Iterator[None]:
     start with the signal blocked: the launcher blocks it in this thread, and has another one to receive it.
     """
 
-    def interrupt(_number: int, _frame: object) -> None:
+    def interrupt(_number: int, frame: FrameType | None) -> None:
+        if _is_starting_a_process(frame):  # which would read half of what it is sent, and complain
+            signal.setitimer(signal.ITIMER_REAL, RETRY_S)
+            return
         raise SignalException("interrupted", signal.SIGTERM)
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *TERMINATING)}
-    signal.signal(signal.SIGINT, interrupt)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM, *TERMINATING)}
+    for number in (signal.SIGINT, signal.SIGALRM):
+        signal.signal(number, interrupt)
     resource_tracker.ensure_running()  # which unblocks SIGINT in this thread, and is started before the first worker
     threading.Thread(target=signal.pause, daemon=True).start()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -106,6 +113,14 @@ def _interruptible() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _is_starting_a_process(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is Popen._launch.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @record  # what it raises reaches the launcher with its traceback
