@@ -104,6 +104,9 @@ $(MADE):
 	$(LOCK)
 	is_environment() { .venv/bin/python -c '$(IS_ENVIRONMENT)' 2>/dev/null; }
 	if [ -e $@ ] && is_environment; then exit 0; fi  # now that the other make is through
+	# Python answers Ctrl-C with a traceback. In a session of its own it is deaf to it, and is ended with all it started.
+	run() { setsid "$$@" & child=$$!; wait $$child; }
+	trap 'kill -- -$$child 2>/dev/null || :; echo "setup: interrupted, the next make begins it anew" >&2; exit 1' INT TERM HUP
 	rm -f .venv/.ready-*
 	if [ -e $(UNFINISHED) ] || ! is_environment || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
 		for python in python3 python3.14 python3.13 python3.12 python3.11 none; do
@@ -115,14 +118,14 @@ $(MADE):
 		mkdir -p .venv
 		find .venv -mindepth 1 -delete
 		touch $(UNFINISHED)
-		$$python -m venv .venv
+		run $$python -m venv .venv
 	fi
 	touch $(UNFINISHED)
-	.venv/bin/python -m pip install --quiet --upgrade pip
+	run .venv/bin/python -m pip install --quiet --upgrade pip
 	echo "setup: installing torch $(TORCH): 0.2 GB to download if pip finds a build for the CPU, about 3 GB with CUDA"
-	.venv/bin/python -m pip install $(QUIET) torch==$(TORCH)
+	run .venv/bin/python -m pip install $(QUIET) torch==$(TORCH)
 	echo "setup: installing the other packages: about 90 MB to download, a minute"
-	.venv/bin/python -m pip install $(QUIET) --group run --group test
+	run .venv/bin/python -m pip install $(QUIET) --group run --group test
 	rm $(UNFINISHED)
 	touch $@
 

@@ -34,8 +34,9 @@ if "install" in sys.argv:
     with open(os.environ["PIP_LOG"], "a") as log:
         print(sys.prefix, *words, file=log)
     if "HOLD" in os.environ and words[0].startswith("torch"):
-        print("in the middle", flush=True)
-        open(os.environ["HOLD"]).read()
+        with open(os.environ["HOLD"]) as hold:
+            print("in the middle", flush=True)
+            hold.read()
 """
 
 
@@ -141,8 +142,8 @@ def test_help_comes_first_and_names_every_command(clone: Path) -> None:
 
 def test_a_fresh_clone_does_all_in_order(clone: Path) -> None:
     commands = planned(clone, "train")
-    torch = commands.index(".venv/bin/python -m pip install --quiet torch==2.13.0")
-    others = commands.index(".venv/bin/python -m pip install --quiet --group run --group test")
+    torch = commands.index("run .venv/bin/python -m pip install --quiet torch==2.13.0")
+    others = commands.index("run .venv/bin/python -m pip install --quiet --group run --group test")
     assert torch < others
     assert commands[-3:] == [
         ".venv/bin/python -m extract.embedded",
@@ -239,8 +240,12 @@ def test_a_set_up_that_was_stopped_is_done_by_the_next(setup: Setup, number: sig
     """From the beginning: pip takes a package for installed once its metadata is there."""
     with setup.held() as process:
         os.killpg(process.pid, number)
-        _, error = process.communicate()
+        process.wait()
+    _, error = process.communicate()
     assert process.returncode != 0, error
+    if number != signal.SIGKILL:  # of ourselves, and of make
+        assert len(error.splitlines()) == 2, error
+        assert error.startswith("setup: interrupted, the next make begins it anew\n")
     setup.installed()
     junk = setup.clone / ".venv/junk"
     junk.touch()
