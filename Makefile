@@ -60,7 +60,7 @@ HAS_TORCH := import sys, importlib.metadata as m; sys.exit([int(n) for n in m.ve
 
 .PHONY: help
 help:
-	@echo "make setup      the Python environment: .venv, with torch $(TORCH)"
+	@echo "make setup      the Python environment: .venv, with torch $(TORCH); made anew if it was broken off"
 	@echo "make extract    data and target to a cache of hidden states"
 	@echo "make train      all that is missing, then a drafter from the cache (continues an unfinished run)"
 	@echo "make stats      what a cache holds"
@@ -69,7 +69,7 @@ help:
 	@echo "make test       the tests; make test-gpu: those for a GPU; make test-kernels: the kernels, on the CPU"
 	@echo "make lint       style"
 	@echo
-	@echo "Variables, after the command:"
+	@echo "Variables, after the command, without spaces but in SET:"
 	@echo "  CONFIG=$(CONFIG)"
 	@echo "  CACHE=$(CACHE)"
 	@echo "  RUN=$(RUN)"
