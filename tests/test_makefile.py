@@ -243,9 +243,11 @@ def test_a_set_up_that_was_stopped_is_done_by_the_next(setup: Setup, number: sig
         process.wait()
     _, error = process.communicate()
     assert process.returncode != 0, error
-    if number != signal.SIGKILL:  # of ourselves, and of make
-        assert len(error.splitlines()) == 2, error
-        assert error.startswith("setup: interrupted, the next make begins it anew\n")
+    if number != signal.SIGKILL:
+        ours = [
+            line for line in error.splitlines() if not line.startswith("make: ***")
+        ]  # make 4.3 says one thing or three
+        assert ours == ["setup: interrupted, the next make begins it anew"]
     setup.installed()
     junk = setup.clone / ".venv/junk"
     junk.touch()
