@@ -216,10 +216,8 @@ def _compare(cache: Path, names: list[str], recorded: dict[str, FileRecord]) -> 
 
 
 def _compare_size(cache: Path, name: str, recorded: dict[str, FileRecord]) -> tuple[str, ...]:
-    """The same of the size alone, of a file that could be opened."""
-    found = (cache / name).stat().st_size
-    expected = recorded[name].bytes if name in recorded else found
-    return () if found == expected else (f"{name} has {found} bytes, expected {expected}",)
+    """The same of the size alone."""
+    return _faults(_check_size, cache, name, recorded[name].bytes) if name in recorded else ()
 
 
 def _faults(check: Callable[..., object], *arguments: Any) -> tuple[str, ...]:
