@@ -22,7 +22,7 @@ from train.rundir import begin_or_continue, record_config
 
 ROOT = Path(__file__).parents[2]
 WRONG_SETTINGS = {  # override → what the sentence must say
-    "train.lrr=1e-3": "did you mean lr?",
+    "train.lrr=1e-3": "did you mean train.lr",
     "trian.lr=1e-3": "did you mean train?",
     "train.lr": "section.key=value",
     "train.lr=fast": "train.lr is 'fast'",
@@ -42,8 +42,8 @@ WRONG_SETTINGS = {  # override → what the sentence must say
     "train.compile_cache=": "train.compile_cache has '', which can be no path",
     f"data.files=['{'x' * 300}']": "a name of 300 bytes",
     'target.path="a\\u0000b"': "target.path has 'a\\x00b', which can be no path",
-    "speculate.foo=1": "unknown key of the override 'speculate.foo=1'",
-    "extract.lr=nan": "unknown key of the override 'extract.lr=nan'",
+    "speculate.foo=1": "unknown key 'speculate.foo'",
+    "extract.lr=nan": "unknown key 'extract.lr'",
     "train.gpus=[-1]": "by number",
     "train.gpus=[999]": "names GPUs [999]",
     "train.loss=mse": "must be one of",
