@@ -376,6 +376,37 @@ def test_a_run_directory_with_our_own_leftovers_only_is_empty(capsys, copied):
     check_refused(capsys, copied, "is not empty")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train.lr=fast"], "train.lr is 'fast'"),
+        (["drafter.target_layer_ids=[1, 3]"], "[3] that are not in cache.layers"),
+        (["train.rows_per_micro_step=4"], "must be a multiple of 4"),
+        (["train.gpus=[999]"], "names GPUs [999]"),
+        (["--run", "tiny.toml"], "tiny.toml is not a directory that can be written to"),
+        (["drafter.num_layers=3"], "was begun with drafter.num_layers = 2, now it is 3"),
+    ],
+)
+def test_a_preflight_refuses_what_training_would_refuse_before_there_is_a_cache(
+    capsys, copied, monkeypatch, arguments, said
+):
+    monkeypatch.chdir(copied)
+    record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache"))
+    shutil.rmtree(copied / "cache")
+    check_refused(capsys, copied, said, "--resume", "--preflight", *arguments)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_preflight_says_and_writes_nothing_where_nothing_is_wrong(capsys, copied, begun):
+    if begun:
+        begin_run(copied)
+    shutil.rmtree(copied / "cache")
+    before = snapshot(copied)
+    assert call(copied, "--resume", "--preflight") == 0
+    assert capsys.readouterr() == ("", "")
+    assert snapshot(copied) == before
+
+
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-8b", "qwen3.6-27b"])
 def test_check_needs_neither_cache_nor_weights(capsys, tmp_path, name):
     arguments = ("--config", str(ROOT / f"configs/{name}.toml"), "--check", "--json")
