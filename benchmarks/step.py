@@ -21,9 +21,7 @@ from torch import Tensor
 
 from benchmarks.synthetic import fill_rows, random_trainer
 from shards.errors import RunError, UsageError, run_command
-from train.anchors import select_anchors
 from train.attention import block_attention
-from train.blocks import build_blocks
 from train.config import RunConfig
 from train.graph import prepare
 from train.head import head_loss
@@ -146,32 +144,15 @@ def measure_parts(config: RunConfig, trainer: Trainer, *, num_steps: int, step_m
 
 def attention_of_all_layers(config: RunConfig, trainer: Trainer) -> Callable[[], None]:
     """Attention, forward and backward, as often as there are layers, over the blocks of the staged rows."""
-    drafter, rows = config.drafter, trainer.rows
-    anchors_RN, is_block_RN = select_anchors(
-        loss_mask_RT=rows.loss_mask_RT,
-        document_ids_RT=rows.document_ids_RT,
-        row_ids_R=rows.row_ids_R,
-        seed=0,
-        epoch=0,
-        num_anchors=config.train.num_anchors,
-    )
-    blocks = build_blocks(
-        input_ids_RT=rows.input_ids_RT,
-        position_ids_RT=rows.position_ids_RT,
-        document_ids_RT=rows.document_ids_RT,
-        loss_mask_RT=rows.loss_mask_RT,
-        anchors_RN=anchors_RN,
-        is_block_RN=is_block_RN,
-        block_size=drafter.block_size,
-        mask_token_id=config.target.mask_token_id,
-    )
+    drafter, device = config.drafter, trainer.rows.epoch.device
+    anchors_RN, _, blocks = trainer.step.block_pass.draw_blocks(seed=0, epoch=0)
     R, N = anchors_RN.shape
     B, T, d = drafter.block_size, config.cache.row_tokens, drafter.head_dim
     h, g = drafter.num_attention_heads, drafter.num_key_value_heads
     shapes = ((R, N, B, h, d), (R, T, g, d), (R, T, g, d), (R, N, B, g, d), (R, N, B, g, d))
     dtype = DTYPES[config.train.precision]
-    tensors = [torch.randn(shape, device=rows.epoch.device).to(dtype).requires_grad_() for shape in shapes]
-    d_output = torch.randn(shapes[0], device=rows.epoch.device).to(dtype)
+    tensors = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
+    d_output = torch.randn(shapes[0], device=device).to(dtype)
 
     def run() -> None:
         for layer in range(drafter.num_layers):

@@ -49,8 +49,9 @@ def fill_rows(rows: StagedRows, document_lengths: list[list[int]], vocab_size: i
         rows.input_ids_RT[row].random_(0, vocab_size, generator=generator)
         codes_KTC = rows.codes_RKTC[row]
         if codes_KTC.dtype == torch.uint16:
-            features_KTH = torch.randn(codes_KTC.shape, generator=generator, device=device)
-            codes_KTC.copy_(features_KTH.bfloat16().view(torch.uint16))
+            for codes_TC in codes_KTC:
+                features_TH = torch.randn(codes_TC.shape, generator=generator, device=device)
+                codes_TC.copy_(features_TH.bfloat16().view(torch.uint16))
         else:
             codes = torch.iinfo(codes_KTC.dtype)
             codes_KTC.random_(codes.min, codes.max + 1, generator=generator)

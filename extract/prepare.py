@@ -42,12 +42,7 @@ def prepare(job: Job) -> Manifest:
 
 def plan_rows(job: Job, encoder: Encoder) -> tuple[Plan, PlanArrays]:
     """Tokenise the data and lay it into rows."""
-    limits = Limits(
-        row_tokens=job.cache.row_tokens,
-        over_length=job.data.over_length,
-        mask_token_id=job.target.mask_token_id,
-        vocab_size=job.target.vocab_size,
-    )
+    limits = Limits.of(job.target, job.data, job.cache)
     records = islice(read_records(job.data.files), job.data.max_documents)
     return make_plan(tokenise(records, encoder, limits), job.target, job.data, job.cache)
 

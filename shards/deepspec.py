@@ -212,12 +212,7 @@ def _check_same_target(source: DeepSpecCache, model: Manifest, like: Path) -> No
 
 def _read_documents(source: DeepSpecCache, model: Manifest) -> tuple[Tokenised, str]:
     """The samples that can have a place in a row, and the hash of the data that all of them are."""
-    limits = Limits(
-        row_tokens=model.cache.row_tokens,
-        over_length=model.data.over_length,
-        mask_token_id=model.target.mask_token_id,
-        vocab_size=model.target.vocab_size,
-    )
+    limits = Limits.of(model.target, model.data, model.cache)
     documents, num_left_out, num_truncated = [], Counter[str](), 0
     digest = hashlib.sha256()
     for whole in _all_documents(source):

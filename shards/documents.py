@@ -1,9 +1,11 @@
 """Documents before they have places in rows: tokens, what is supervised of them, and which can't have a place."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
+
+from shards.config import CacheConfig, DataConfig, TargetConfig
 
 Reason = Literal[
     "empty",  # no tokens
@@ -51,6 +53,15 @@ class Limits:
     over_length: Literal["truncate", "drop"]
     mask_token_id: int
     vocab_size: int
+
+    @classmethod
+    def of(cls, target: TargetConfig, data: DataConfig, cache: CacheConfig) -> Self:
+        return cls(
+            row_tokens=cache.row_tokens,
+            over_length=data.over_length,
+            mask_token_id=target.mask_token_id,
+            vocab_size=target.vocab_size,
+        )
 
 
 def fit(document: Document, limits: Limits) -> Document:

@@ -7,6 +7,7 @@ elsewhere (`train/target_head.py`). Shapes: R rows, T tokens, N blocks, B slots,
 """
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from shards.sections import DrafterConfig
 from train.attention import block_attention
-from train.config import DrafterConfig
 from train.graph import fused
 from train.linear import Linear
+
+if find_spec("triton"):  # it comes with torch's CUDA builds only; train/preflight.py refuses a GPU without it
+    from train.swiglu_kernels import swiglu_kernel
 
 
 class ContextKeyValue(NamedTuple):
@@ -244,9 +248,10 @@ def key_value_heads(projected: Tensor, key_norm: Tensor, rotary: Tensor, eps: fl
     return rotate(_rms_norm(key, key_norm, eps), rotary), value.contiguous()
 
 
-@fused
 def swiglu(gate_up: Tensor) -> Tensor:
     """Gates and values side by side, [..., 2·I] → [..., I]."""
+    if gate_up.is_cuda:
+        return swiglu_kernel(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 

@@ -41,7 +41,7 @@ class Float8:
         rows, columns = matrix_MI.shape
         largest = torch.zeros(rows + columns, dtype=torch.int32, device=matrix_MI.device)  # bits of fp32 ≥ 0
         matrix = (matrix_MI, matrix_MI.stride(0), rows, columns, largest)
-        _largest_kernel[triton.cdiv(rows, 128), triton.cdiv(columns, 128)](*matrix, TILE=128, num_warps=8)
+        _largest_kernel[triton.cdiv(rows, 128), triton.cdiv(columns, 128)](*matrix, TILE=128, num_warps=4)
         _cast_kernel[triton.cdiv(rows, 64), triton.cdiv(columns, 64)](
             *matrix, self.values_MI, self.scales_M1, self.values_IM, self.scales_I1, E4M3_MAX, TILE=64, num_warps=4
         )

@@ -31,6 +31,7 @@ class CapturedFunction:
                 function()
         torch.cuda.current_stream().wait_stream(side_stream)
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # the graph has memory of its own and can't take what warming up has left
         self.graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(self.graph):

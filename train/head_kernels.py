@@ -53,8 +53,8 @@ def _loss_kernel(
         if IS_FLOAT8:
             largest = tl.exp(highest - log_normaliser) / limit
             tl.store(gradient_scale + row, scale * largest)
+            coefficient = scale
             scale = 1 / largest
-            coefficient = tl.load(weights + row) * multiplier
             if HAS_CAP:
                 coefficient *= 1 - (label_logit / softcap) * (label_logit / softcap)
             tl.store(label_coefficient + row, coefficient)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from train.anchors import select_anchors
-from train.blocks import accepted_lengths, build_blocks, slot_weights
+from train.blocks import Blocks, accepted_lengths, build_blocks, slot_weights
 from train.config import RunConfig
 from train.decode import decode_features
 from train.drafter import Drafter
@@ -53,8 +53,8 @@ class BlockPass:
         self.lm_head_float8 = Float8.of(head.lm_head_VH) if config.train.precision == "fp8" else None
         self.slot_weights_B = slot_weights(config.drafter.block_size, config.gamma).to(rows.epoch.device)
 
-    def __call__(self, *, seed: int, epoch: Tensor | int) -> BlockResult:
-        """Draw anchors with `seed` and `epoch`, draft their blocks and compare them with what was there."""
+    def draw_blocks(self, *, seed: int, epoch: Tensor | int) -> tuple[Tensor, Tensor, Blocks]:
+        """The anchors of the staged rows, int64 [R, N], which of them are no padding, bool [R, N], and their blocks."""
         rows = self.rows
         anchors_RN, is_block_RN = select_anchors(
             loss_mask_RT=rows.loss_mask_RT,
@@ -74,6 +74,12 @@ class BlockPass:
             block_size=self.config.drafter.block_size,
             mask_token_id=self.config.target.mask_token_id,
         )
+        return anchors_RN, is_block_RN, blocks
+
+    def __call__(self, *, seed: int, epoch: Tensor | int) -> BlockResult:
+        """Draw anchors with `seed` and `epoch`, draft their blocks and compare them with what was there."""
+        rows = self.rows
+        anchors_RN, is_block_RN, blocks = self.draw_blocks(seed=seed, epoch=epoch)
         features_RTF = decode_features(
             self.config.cache.codec, rows.codes_RKTC, rows.scales_RKTG, self.drafter.fc.weight.dtype
         )

@@ -1,16 +1,19 @@
 """The promises of the captured step, on a real GPU: replay equals eager, one owner thread, one graph for any row."""
 
 import threading
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.step import check_replay_equals_eager
 from benchmarks.synthetic import fill_rows, random_trainer
 from shards.config import CacheConfig, DataConfig, TargetConfig
 from shards.errors import RunError
-from train.config import DrafterConfig, RunConfig, TrainConfig
+from shards.sections import DrafterConfig, TrainConfig
+from train.config import RunConfig
 from train.decode import decode_features
 from train.graph import CapturedFunction
 from train.runtime import compute_on_one_thread_deterministically, quiet_thread_starters
@@ -156,11 +159,26 @@ def test_replays_do_not_wait_for_the_device(trainer: Trainer) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_more_replays_read_and_wait_no_more(trainer: Trainer) -> None:
+    """The profiler sees what the debug mode doesn't: copies to the host and waits of any library. It waits itself."""
+
+    def reads_and_waits(num_steps: int) -> Counter[str]:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            for _ in range(num_steps):
+                trainer.step.micro_step(0)
+        names = Counter(event.name for event in profiler.events())
+        assert names["cudaGraphLaunch"] == num_steps
+        return Counter({name: n for name, n in names.items() if "Synchronize" in name or "DtoH" in name})
+
+    reads_and_waits(1)  # its first use has work of its own
+    assert reads_and_waits(20) == reads_and_waits(1)
+
+
 def test_memory_is_flat(trainer: Trainer) -> None:
     trainer.step.micro_step(0)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    for _ in range(200):
+    for _ in range(5000):
         trainer.step.micro_step(0)
     torch.cuda.synchronize()
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before

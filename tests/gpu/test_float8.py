@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.synthetic import fill_rows, random_trainer
-from tests.gpu.test_captured_step import VOCAB_SIZE, small_config
+from benchmarks.step import check_replay_equals_eager
+from benchmarks.synthetic import fill_rows
+from tests.gpu.test_captured_step import VOCAB_SIZE, fresh_trainer, small_config
 from train.head import head_loss
 from train.linear import Linear
 from train.runtime import compute_on_one_thread_deterministically
@@ -86,6 +87,12 @@ def test_a_linears_products_are_those_of_fp64(first, dtype):
     assert (gradient[:skipped] == 1).all()
 
 
+def test_replay_equals_eager_to_the_bit() -> None:
+    trainer = fresh_trainer(small_config(precision="fp8"), DEVICE)
+    fill_rows(trainer.rows, [[300, 17, 512, 150]], VOCAB_SIZE, seed=1)
+    check_replay_equals_eager(trainer)
+
+
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_the_heads_gradient_is_that_of_fp64(softcap):
     from train.float8 import Float8
@@ -112,7 +119,7 @@ def test_the_heads_gradient_is_that_of_fp64(softcap):
 def test_steps_follow_those_in_bf16():
     losses = {}
     for precision in ("bf16", "fp8"):
-        trainer = random_trainer(small_config(precision=precision), DEVICE)
+        trainer = fresh_trainer(small_config(precision=precision), DEVICE)
         fill_rows(trainer.rows, [[700, 200, 100]], VOCAB_SIZE, seed=1)
         for _ in range(5):
             trainer.step.micro_step(0)

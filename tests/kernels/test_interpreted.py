@@ -13,6 +13,7 @@ from tests.kernels.attention import check
 from train.float8 import Float8
 from train.head import loss_and_gradient
 from train.head_kernels import loss_and_float8_gradient, loss_and_gradient_kernel
+from train.swiglu_kernels import swiglu_kernel
 
 CPU = torch.device("cpu")
 DOCUMENTS = {
@@ -85,3 +86,19 @@ def test_scales_of_8_bits(shape: tuple[int, int]) -> None:
     for (_, scales), matrix in ((float8.rows, x), (float8.columns, x.t())):
         largest = matrix.abs().amax(1, keepdim=True)
         torch.testing.assert_close(scales, torch.where(largest > 0, largest / 448, 1.0), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(3, 2 * 16), (2, 5, 2 * 1024), (7, 2 * 1500)])
+def test_swiglu(shape: tuple[int, ...]) -> None:
+    """Against fp64, by its formula; large gates too, where the sigmoid is 0 or 1."""
+    generator = torch.Generator().manual_seed(0)
+    gate_up = 30 * torch.randn(shape, generator=generator)
+    d_output = torch.randn(*shape[:-1], shape[-1] // 2, generator=generator)
+    ours, truth = gate_up.clone().requires_grad_(), gate_up.double().requires_grad_()
+    gate, up = truth.chunk(2, dim=-1)
+    expected = gate / (1 + torch.exp(-gate)) * up
+    found = swiglu_kernel(ours)
+    found.backward(d_output)
+    expected.backward(d_output.double())
+    for value, true_value in ((found, expected), (ours.grad, truth.grad)):
+        torch.testing.assert_close(value.double(), true_value, rtol=1e-5, atol=1e-4)

@@ -21,9 +21,9 @@ from shards.errors import CacheError
 from shards.manifest import Manifest
 from shards.reader import CacheReader
 from shards.stats import cache_statistics
-from shards.verify import verify
 from tests.reference import cache as reference
 from tests.shards.caches import CacheShape, allocate, content, flip_bit, make_cache, make_plan, make_rows
+from tests.shards.derived import faults
 
 SHAPE = CacheShape(codec="bf16+zstd", num_rows=3, row_tokens=1024, layers=(1, 4), final_hidden=True, hidden_size=192)
 ARRAY = "shard-00000/hidden/4/c/0/0/0"  # 2 rows × 2 chunks
@@ -41,10 +41,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def cache(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "cache"))
-
-
-def faults(cache: Path) -> list[str]:
-    return [fault for part in verify(cache, Manifest.read(cache)) for fault in part.faults]
 
 
 def read_all(cache: Path) -> None:
