@@ -125,10 +125,11 @@ class TrainConfig:
     save_every: int = 500
     keep_checkpoints: int = 2
     max_bad_steps: int = 20  # so many non-finite steps in a row end the run
+    readahead_rows: int = 4  # per rank: rows that the kernel is asked for before they are needed
 
     def __post_init__(self) -> None:
         positive = ("num_anchors", "rows_per_micro_step", "lr", "eps", "clip_norm")
-        every = ("log_every", "eval_every", "save_every", "keep_checkpoints", "max_bad_steps")
+        every = ("log_every", "eval_every", "save_every", "keep_checkpoints", "max_bad_steps", "readahead_rows")
         require_positive(self, "train", *positive, *every)
         require_positive(self, "train", "rows_per_step", "epochs", at_most=MAX_EPOCHS_OR_ROWS)
         require_path("train.compile_cache", self.compile_cache)
