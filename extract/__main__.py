@@ -19,10 +19,11 @@ Only what is missing is done: published shards are kept, and a complete cache is
 configuration, other data or another target is refused.
 Any configuration key can be overridden: python -m extract --config F cache.layers=[1,8,14] extract.gpus=[0,1]
 Exit codes: 0 complete; 1 failed or interrupted, the same command continues; 2 wrong usage, nothing was written."""
+INTERRUPTED = "interrupted before a shard was begun: run the same command again"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(lambda: start(parse_arguments(argv)), interrupted="interrupted, run again to continue")
+    return run_command(lambda: start(parse_arguments(argv)), interrupted=INTERRUPTED)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

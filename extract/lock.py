@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shards.errors import UsageError
+from shards.writer import no_place
 
 
 @contextlib.contextmanager
@@ -24,7 +25,7 @@ def sole_extraction(cache: Path) -> Iterator[None]:
         cache.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(cache, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise UsageError(f"{cache} cannot be used: {error.strerror}") from None
+        raise no_place(cache, error) from None
     try:
         if not os.access(cache, os.W_OK | os.X_OK):
             raise UsageError(f"{cache} cannot be written to: make it writable, or extract into another directory")

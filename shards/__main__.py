@@ -143,9 +143,14 @@ def _report(options: argparse.Namespace, figures: dict[str, Any], lines: list[st
 
 
 def row_ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """`0:100,250` → ((0, 100), (250, 251)); argparse turns a ValueError into a usage message."""
+    """`0:100,250` → ((0, 100), (250, 251))."""
     pairs = (part.partition(":") for part in text.split(","))
-    return tuple((int(start), int(stop) if colon else int(start) + 1) for start, colon, stop in pairs)
+    try:
+        return tuple((int(start), int(stop) if colon else int(start) + 1) for start, colon, stop in pairs)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names no rows: write 0:100 for the first hundred, 250 for one, 0:100,250 for both"
+        ) from None
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ def list_path(path: Path) -> dict[str, Any]:
     try:
         found = sorted(directory for directory in path.iterdir() if (directory / MANIFEST_FILE).is_file())
     except OSError as error:
-        raise UsageError(f"{path} can't be listed: {error.strerror}") from None
+        raise UsageError(f"{path} can't be listed: {error.strerror}; name a cache, or a directory of caches") from None
     return {"caches": [_cache(directory) for directory in found]}
 
 

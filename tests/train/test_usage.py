@@ -135,7 +135,9 @@ def test_a_missing_key_is_refused(capsys, copied):
 
 def test_a_block_size_without_a_published_decay_must_set_one(capsys, copied):
     (copied / "tiny.toml").write_text(CONFIG.replace("gamma = 3.0\n", ""))
-    check_refused(capsys, copied, "train.gamma has no default for drafter.block_size 4")
+    check_refused(
+        capsys, copied, "later slots of a block weigh less in the loss, has no default for drafter.block_size 4"
+    )
 
 
 @pytest.mark.parametrize("name", ["absent", "empty"])
