@@ -6,6 +6,7 @@ imported late, so that help, mistakes, interrupts and finished caches are answer
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -39,13 +40,24 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="with --check: print JSON")
     parser.add_argument(
         "--tokens-per-second",
-        type=float,
+        type=speed,
         default=30_000.0,  # an 8B target on an H200
         metavar="N",
         help="with --check: the speed of one worker to reckon with (default: %(default)s)",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a configuration key")
-    return parser.parse_intermixed_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.json and not arguments.check:
+        parser.error("--json has no effect without --check")
+    return arguments
+
+
+def speed(text: str) -> float:
+    """argparse turns a ValueError into a usage message."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError
+    return value
 
 
 def start(arguments: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ def sole_extraction(cache: Path) -> Iterator[None]:
 
     Raises UsageError if it can't be written to, or if another process holds it.
     """
-    made = [path for path in (cache, *cache.parents) if not path.exists()]
+    made = [path for path in (cache, *cache.parents) if not os.path.exists(path)]
     try:
         cache.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(cache, os.O_RDONLY | os.O_DIRECTORY)

@@ -5,6 +5,7 @@ numpy is imported late: an interrupt meanwhile is answered as at any other time.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,7 +71,7 @@ def _parts(cache: Path, *, is_deep: bool, is_quiet: bool) -> Iterator["Part"]:
         manifest = Manifest.read(cache)
         parts, num_files = verify(cache, manifest, is_deep=is_deep), count_files(manifest)
     except CacheError as error:
-        if not (cache / MANIFEST_FILE).exists():
+        if not os.path.exists(cache / MANIFEST_FILE):
             raise  # this is no cache, rather than a damaged one
         parts, num_files = iter([Part(of=MANIFEST_FILE, faults=(str(error),))]), 1
     with tqdm(total=num_files, unit="file", disable=None) as progress:

@@ -94,9 +94,9 @@ def check_vacant(cache: Path) -> None:
     """Raise UsageError when `cache` is or holds something that is no cache, CacheError when it holds one already."""
     try:
         found = {path.name for path in cache.iterdir() if not path.name.startswith(".")} - {LOST_AND_FOUND}
-    except FileNotFoundError:
-        return
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not os.path.islink(cache):
+            return
         raise no_place(cache, error) from None
     if MANIFEST_FILE in found:
         raise CacheError(f"{cache} holds a cache already")

@@ -153,6 +153,11 @@ def test_a_choice_that_can_not_be(cache: Path, tmp_path: Path, options: list[Any
     assert not (tmp_path / "part").exists()
 
 
+def test_a_destination_that_can_not_be(cache: Path, tmp_path: Path) -> None:
+    assert "File name too long; name another" in refusal("slice", cache, tmp_path / ("x" * 256), "--rows", "0:1")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("rows", ["a:b", "1:", "", "1:2:3"])
 def test_rows_that_are_none(cache: Path, tmp_path: Path, rows: str) -> None:
     done = run("slice", cache, tmp_path / "part", f"--rows={rows}")

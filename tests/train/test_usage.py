@@ -398,6 +398,12 @@ def test_a_preflight_refuses_what_training_would_refuse_before_there_is_a_cache(
     check_refused(capsys, copied, said, "--resume", "--preflight", *arguments)
 
 
+@pytest.mark.parametrize("arguments", [("--json",), ("--json", "--preflight"), ("--check", "--preflight")])
+def test_flags_that_make_no_sense_together_are_refused(workspace, arguments):
+    with pytest.raises(SystemExit, match="2"):
+        call(workspace, *arguments)
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_preflight_says_and_writes_nothing_where_nothing_is_wrong(capsys, copied, begun):
     if begun:
