@@ -6,6 +6,7 @@ imported late, so that help, mistakes, interrupts and finished caches are answer
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -19,10 +20,11 @@ Only what is missing is done: published shards are kept, and a complete cache is
 configuration, other data or another target is refused.
 Any configuration key can be overridden: python -m extract --config F cache.layers=[1,8,14] extract.gpus=[0,1]
 Exit codes: 0 complete; 1 failed or interrupted, the same command continues; 2 wrong usage, nothing was written."""
+INTERRUPTED = "interrupted before a shard was begun: run the same command again"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(lambda: start(parse_arguments(argv)), interrupted="interrupted, run again to continue")
+    return run_command(lambda: start(parse_arguments(argv)), interrupted=INTERRUPTED)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -38,13 +40,24 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="with --check: print JSON")
     parser.add_argument(
         "--tokens-per-second",
-        type=float,
+        type=speed,
         default=30_000.0,  # an 8B target on an H200
         metavar="N",
         help="with --check: the speed of one worker to reckon with (default: %(default)s)",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a configuration key")
-    return parser.parse_intermixed_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.json and not arguments.check:
+        parser.error("--json has no effect without --check")
+    return arguments
+
+
+def speed(text: str) -> float:
+    """argparse turns a ValueError into a usage message."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError
+    return value
 
 
 def start(arguments: argparse.Namespace) -> None:

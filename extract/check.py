@@ -14,6 +14,7 @@ from extract.sources import check_sources
 from shards.manifest import Plan
 from shards.room import free_bytes
 from shards.schema import published_shards
+from shards.writer import check_vacant
 
 ASSUMED_FILL = 0.98  # of rows that are not planned yet
 MILLION = 1_000_000
@@ -24,6 +25,8 @@ def check(job: Job, *, worker_tokens_per_s: float, as_json: bool) -> None:
     manifest = job.read_manifest()
     if manifest:
         check_sources(job, manifest, needed=False, weights=False)
+    else:
+        check_vacant(job.directory)
     plan = manifest.plan if manifest else _plan(job)
     figures = plan_figures(job, plan, worker_tokens_per_s)
     if manifest:

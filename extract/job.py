@@ -1,5 +1,6 @@
 """One extraction as it was asked for: the configuration's sections and the directory of the cache."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ class Job:
 
     def read_manifest(self) -> Manifest | None:
         """That of the cache that was begun, if one was; raise CacheError if it is another configuration's."""
-        if not (self.directory / MANIFEST_FILE).exists():
+        if not os.path.exists(self.directory / MANIFEST_FILE):  # Path.exists raises where the path can't be
             return None
         manifest = Manifest.read(self.directory)
         manifest.check_config(self.target, self.data, self.cache, self.directory)
@@ -46,5 +47,6 @@ class Job:
     def complete_manifest(self) -> Manifest | None:
         """That of the cache if nothing is missing of it; raise CacheError if it is another configuration's."""
         manifest = self.read_manifest()
-        is_marked = (self.directory / COMPLETE_FILE).exists()
-        return manifest if manifest and is_marked and not missing_shards(self.directory, manifest) else None
+        if manifest is None or not (self.directory / COMPLETE_FILE).exists():
+            return None
+        return None if missing_shards(self.directory, manifest) else manifest

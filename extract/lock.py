@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shards.errors import UsageError
+from shards.writer import no_place
 
 
 @contextlib.contextmanager
@@ -20,12 +21,12 @@ def sole_extraction(cache: Path) -> Iterator[None]:
 
     Raises UsageError if it can't be written to, or if another process holds it.
     """
-    made = [path for path in (cache, *cache.parents) if not path.exists()]
+    made = [path for path in (cache, *cache.parents) if not os.path.exists(path)]
     try:
         cache.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(cache, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise UsageError(f"{cache} cannot be used: {error.strerror}") from None
+        raise no_place(cache, error) from None
     try:
         if not os.access(cache, os.W_OK | os.X_OK):
             raise UsageError(f"{cache} cannot be written to: make it writable, or extract into another directory")

@@ -11,10 +11,10 @@ from extract.lock import sole_extraction
 from extract.prepare import prepare
 from extract.sizes import describe_plan
 from extract.worker import work
-from shards.errors import RunError
+from shards.errors import Interrupted, RunError
 from shards.manifest import Manifest
 from shards.record import count_quarantined
-from shards.schema import missing_shards
+from shards.schema import missing_shards, published_shards
 from shards.writer import mark_complete
 
 PLANNING_LIMIT = timedelta(days=1)  # how long the other ranks wait while the first one plans
@@ -26,10 +26,20 @@ def extract(job: Job) -> None:
     with sole_extraction(job.directory):
         manifest = prepare(job)
         print(f"extract: {describe_plan(manifest.plan, job.cache.row_tokens)}", flush=True)
-        if missing := missing_shards(job.directory, manifest):
-            launch(job, missing, gpus)
-        if not finish(job):
+        try:
+            if missing := missing_shards(job.directory, manifest):
+                launch(job, missing, gpus)
+            is_complete = finish(job)
+        except KeyboardInterrupt:
+            raise Interrupted(describe_interrupt(job, manifest)) from None
+        if not is_complete:
             raise RunError(f"{job.directory} still lacks shards: run the same command again")
+
+
+def describe_interrupt(job: Job, manifest: Manifest) -> str:
+    """What there is of the cache, and how to go on."""
+    num_shards, kept = manifest.plan.num_shards, len(published_shards(job.directory, manifest))
+    return f"stopped: {kept:,} of {num_shards:,} shards are kept in {job.directory}, the same command goes on"
 
 
 def extract_as_worker(job: Job) -> None:

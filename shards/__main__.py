@@ -5,6 +5,7 @@ numpy is imported late: an interrupt meanwhile is answered as at any other time.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,7 +71,7 @@ def _parts(cache: Path, *, is_deep: bool, is_quiet: bool) -> Iterator["Part"]:
         manifest = Manifest.read(cache)
         parts, num_files = verify(cache, manifest, is_deep=is_deep), count_files(manifest)
     except CacheError as error:
-        if not (cache / MANIFEST_FILE).exists():
+        if not os.path.exists(cache / MANIFEST_FILE):
             raise  # this is no cache, rather than a damaged one
         parts, num_files = iter([Part(of=MANIFEST_FILE, faults=(str(error),))]), 1
     with tqdm(total=num_files, unit="file", disable=None) as progress:
@@ -143,9 +144,14 @@ def _report(options: argparse.Namespace, figures: dict[str, Any], lines: list[st
 
 
 def row_ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """`0:100,250` → ((0, 100), (250, 251)); argparse turns a ValueError into a usage message."""
+    """`0:100,250` → ((0, 100), (250, 251))."""
     pairs = (part.partition(":") for part in text.split(","))
-    return tuple((int(start), int(stop) if colon else int(start) + 1) for start, colon, stop in pairs)
+    try:
+        return tuple((int(start), int(stop) if colon else int(start) + 1) for start, colon, stop in pairs)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names no rows: write 0:100 for the first hundred, 250 for one, 0:100,250 for both"
+        ) from None
 
 
 def names(text: str) -> tuple[str, ...]:

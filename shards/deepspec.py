@@ -57,6 +57,8 @@ class DeepSpecCache:
     def open(cls, directory: Path) -> Self:
         """Raise CacheError unless all tensors of all samples lie inside their files."""
         path = directory / "manifest.json"
+        if not path.exists():
+            raise CacheError(f"{directory} is no target cache of DeepSpec: it has no {path.name}; name one that has")
         manifest = read_json(path)
         if not isinstance(manifest, dict):
             raise CacheError(f"{path} is not the manifest of a DeepSpec cache: it holds no object")

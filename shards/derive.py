@@ -105,7 +105,7 @@ def check_outside(destination: Path, source: Path) -> None:
 
 def _continued(destination: Path, blueprint: Blueprint) -> Manifest | None:
     """The manifest of the cache that was begun at `destination`, None if there is none."""
-    if not (destination / MANIFEST_FILE).exists():
+    if not os.path.exists(destination / MANIFEST_FILE):  # Path.exists raises where the path can't be
         check_vacant(destination)
         return None
     found = Manifest.read(destination)

@@ -34,18 +34,25 @@ class RunError(RuntimeError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM. Not KeyboardInterrupt itself: once that has passed through an `exec`, as in the making of a
-    dataclass, CPython ends `python -m` by SIGINT after all, though it was caught."""
+    """Ctrl-C or SIGTERM; its text, if it has one, is the sentence to end with.
+
+    Not KeyboardInterrupt itself: once that has passed through an `exec`, as in the making of a dataclass, CPython ends
+    `python -m` by SIGINT after all, though it was caught."""
 
 
 EXPECTED_ERRORS = (UsageError, CacheError, RunError)
 
 
+def reason(error: Exception) -> str:
+    """Why, for a sentence that has named the file already."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def run_command(command: Callable[[], int | None], *, interrupted: str = "interrupted") -> int:
     """Call `command` and return its exit code; an expected error becomes one sentence on stderr.
 
-    From here on SIGTERM raises KeyboardInterrupt as Ctrl-C does, and either ends with the sentence `interrupted`. So a
-    program calls this first, and imports what takes time in `command`.
+    From here on SIGTERM raises KeyboardInterrupt as Ctrl-C does, and either ends with a sentence, `interrupted`
+    unless it brings its own. So a program calls this first, and imports what takes time in `command`.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -54,10 +61,10 @@ def run_command(command: Callable[[], int | None], *, interrupted: str = "interr
         code = command() or 0
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         for number in (signal.SIGINT, signal.SIGTERM):  # once is enough
             signal.signal(number, signal.SIG_IGN)
-        return _end(interrupted, EXIT_FAILED)
+        return _end(str(interrupt) or interrupted, EXIT_FAILED)
     except EXPECTED_ERRORS as error:
         return _end(f"error: {error}", error.exit_code)
     except BrokenPipeError:

@@ -1,5 +1,6 @@
 """`python -m shards ls`: the caches of a directory, or the shards of a cache, a line for each."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from shards.schema import PLAN_DIRECTORY, SHARD_FILE, PlanArrays, published_shar
 
 def list_path(path: Path) -> dict[str, Any]:
     """What `--json` prints: the shards of the cache at `path`, or the caches in it."""
-    if (path / MANIFEST_FILE).exists():
+    if os.path.exists(path / MANIFEST_FILE):
         return list_shards(path)
     try:
-        found = sorted(directory for directory in path.iterdir() if (directory / MANIFEST_FILE).is_file())
+        found = sorted(directory for directory in path.iterdir() if os.path.isfile(directory / MANIFEST_FILE))
     except OSError as error:
-        raise UsageError(f"{path} can't be listed: {error.strerror}") from None
+        raise UsageError(f"{path} can't be listed: {error.strerror}; name a cache, or a directory of caches") from None
     return {"caches": [_cache(directory) for directory in found]}
 
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from shards.config import CacheConfig, DataConfig, TargetConfig, build_section, check_codec, shown, to_json
 from shards.durable import json_text
-from shards.errors import CacheError, UsageError
+from shards.errors import CacheError, UsageError, reason
 
 FORMAT_NAME = "dflash-cache"
 FORMAT_VERSION = 1
@@ -187,4 +187,4 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: invalid JSON or UTF-8
-        raise CacheError(f"{path} cannot be read: {error}") from None
+        raise CacheError(f"{path} cannot be read: {reason(error)}") from None

@@ -20,7 +20,7 @@ import numpy as np
 from shards.codec import CODECS
 from shards.compression import ZARR_CODECS
 from shards.config import CacheConfig
-from shards.errors import CacheError
+from shards.errors import CacheError, reason
 from shards.manifest import Manifest, Plan
 
 LOST_AND_FOUND = "lost+found"  # of the file system, where a cache is the root of a disk
@@ -288,7 +288,7 @@ class PlanArrays:
             try:
                 columns[name] = np.lib.format.open_memmap(path, mode="r")
             except (OSError, ValueError) as error:
-                raise CacheError(f"{path} cannot be read: {error}") from None
+                raise CacheError(f"{path} cannot be read: {reason(error)}") from None
         return cls(**columns)
 
     def write(self, directory: Path) -> None:

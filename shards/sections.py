@@ -112,7 +112,7 @@ class TrainConfig:
     betas: tuple[float, ...] = (0.9, 0.95)
     eps: float = 1e-8
     clip_norm: float = 1.0
-    gamma: float | None = None  # decay of the slot weights, in slots; None: by block size
+    gamma: float | None = None  # γ: slot j of a block weighs exp(−(j − 1)/γ) in the loss; None: by block size
     loss: Literal["ce"] = "ce"
     precision: Literal["fp32", "bf16", "fp8"] = "bf16"  # of products; masters and moments are fp32 always
     attention: Literal["kernel", "torch"] = "kernel"  # on a GPU; "torch" takes any shape, in more time and memory

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shards.errors import CacheError
+from shards.errors import CacheError, reason
 from shards.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest, read_json
 from shards.reader import ArrayFile
 from shards.record import FileRecord, ShardRecord
@@ -260,7 +260,7 @@ def check_file(cache: Path, name: str, sha256: str, num_bytes: int | None = None
     try:
         found = FileRecord.of(cache / name)
     except (OSError, ValueError) as error:  # ValueError: no file can have such a name
-        raise CacheError(f"{name} cannot be read: {error}") from None
+        raise CacheError(f"{name} cannot be read: {reason(error)}") from None
     if num_bytes not in (None, found.bytes):
         raise CacheError(f"{name} has {found.bytes} bytes, expected {num_bytes}")
     if found.sha256 != sha256:

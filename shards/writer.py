@@ -84,14 +84,21 @@ class ShardRows:
             )
 
 
+def no_place(cache: Path, error: OSError) -> UsageError:
+    """What is to be said when the directory `cache` can't be made or read."""
+    in_the_way = (path for path in (cache, *cache.parents) if os.path.lexists(path) and not os.path.isdir(path))
+    found = next((f"{path} is none" for path in in_the_way), error.strerror)
+    return UsageError(f"{cache} can't be the directory of a cache: {found}; name another directory")
+
+
 def check_vacant(cache: Path) -> None:
     """Raise UsageError when `cache` is or holds something that is no cache, CacheError when it holds one already."""
     try:
         found = {path.name for path in cache.iterdir() if not path.name.startswith(".")} - {LOST_AND_FOUND}
-    except FileNotFoundError:
-        return
     except OSError as error:
-        raise UsageError(f"{cache} cannot be used: {error.strerror}") from None
+        if isinstance(error, FileNotFoundError) and not os.path.islink(cache):
+            return
+        raise no_place(cache, error) from None
     if MANIFEST_FILE in found:
         raise CacheError(f"{cache} holds a cache already")
     # plan/ is renamed into place before target/, so a target/ alone is somebody else's.
@@ -109,7 +116,7 @@ def new_cache(cache: Path) -> Iterator[Path]:
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{cache} cannot be used: {error.strerror}") from None
+        raise no_place(cache, error) from None
     check_vacant(cache)
     try:
         with _staging(cache / "cache") as directory:

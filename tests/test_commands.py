@@ -14,7 +14,7 @@ from train.config import RunConfig
 ROOT = Path(__file__).parent.parent
 INTERRUPTED = {  # command, with PIPE for the file that it reads first → what it says
     "train --config PIPE": "interrupted before training began: nothing was lost\n",
-    "extract --config PIPE": "interrupted, run again to continue\n",
+    "extract --config PIPE": "interrupted before a shard was begun: run the same command again\n",
     "speculate --config PIPE": "interrupted\n",
     "shards verify .": "interrupted\n",
     "shards stats .": "interrupted\n",

@@ -40,15 +40,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, metavar="DIR", help="the cache (default: caches/<config name>)")
     parser.add_argument("--run", type=Path, metavar="DIR", help="the run directory (default: runs/<config name>)")
     parser.add_argument("--resume", action="store_true", help="continue the run in --run; begin it if there is none")
-    parser.add_argument("--check", action="store_true", help="print what the run would be and need, and do nothing")
     parser.add_argument("--json", action="store_true", help="with --check: print JSON")
-    parser.add_argument(
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--check", action="store_true", help="print what the run would be and need, and do nothing")
+    only.add_argument(
         "--preflight",
         action="store_true",
         help="refuse now what would be refused when there is a cache, and do nothing: `make train` begins with it",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a configuration key")
     arguments = parser.parse_intermixed_args()
+    if arguments.json and not arguments.check:
+        parser.error("--json has no effect without --check")
     name = Path(arguments.config).stem
     arguments.cache = arguments.cache or Path("caches") / name
     arguments.run = arguments.run or Path("runs") / name

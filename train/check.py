@@ -28,7 +28,8 @@ def check(config: RunConfig, cache: Path, *, as_json: bool) -> int:
 
 def describe(config: RunConfig, cache: Path, plan: dict[str, Any]) -> Iterator[str]:
     """The plan in lines for people."""
-    yield f"drafter            {plan['num_parameters']:,} parameters, γ {plan['gamma']:g}"
+    yield f"drafter            {plan['num_parameters']:,} parameters"
+    yield f"loss               slot j of a block weighs exp(−(j − 1)/γ), with γ = {plan['gamma']:g} (train.gamma)"
     layers = list(config.drafter.target_layer_ids)
     published = list(default_target_layer_ids(config.target.num_layers, len(layers)))
     yield f"context layers     {layers}" + ("" if layers == published else f"; published drafters take {published}")

@@ -61,8 +61,8 @@ class RunConfig:
                 raise UsageError(f"{name} is {size}: a row has only {self.cache.row_tokens} tokens")
         if self.train.gamma is None and self.drafter.block_size not in DEFAULT_GAMMA:
             raise UsageError(
-                f"train.gamma has no default for drafter.block_size {self.drafter.block_size} "
-                f"(only for {sorted(DEFAULT_GAMMA)}): set it"
+                f"train.gamma, by which later slots of a block weigh less in the loss, has no default for "
+                f"drafter.block_size {self.drafter.block_size} (only for {sorted(DEFAULT_GAMMA)}): set it"
             )
 
     @property

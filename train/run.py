@@ -77,7 +77,7 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
         locked(run) if ranks.is_first else nullcontext(),
         closing(Progress(num_steps=num_steps, first_step=first_step, enabled=ranks.is_first)) as progress,
     ):
-        progress.say(f"training on {describe(ranks)}: steps {first_step}..{num_steps}, γ {config.gamma:g}, run {run}")
+        progress.say(f"training on {describe(ranks)}: steps {first_step}..{num_steps}, run {run}")
         clock = IntervalClock(first_step)
         for k in range(first_step, num_steps):
             micro_steps = order.micro_steps(

@@ -15,7 +15,7 @@ from typing import Any
 
 from shards.config import shown, to_json
 from shards.durable import write_json
-from shards.errors import RunError, UsageError
+from shards.errors import RunError, UsageError, reason
 from shards.manifest import Manifest
 from train.checkpoint import CHECKPOINTS_DIRECTORY, LATEST_LINK, latest_checkpoint
 from train.config import RunConfig
@@ -135,7 +135,7 @@ def _read_recorded(run: Path) -> dict[str, Any]:
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}; --run names another directory") from None
+        raise UsageError(f"{path} cannot be read: {reason(error)}; --run names another directory") from None
     if not isinstance(recorded, dict):
         raise UsageError(f"{path} is not the configuration of a run; --run names another directory")
     return recorded
@@ -171,7 +171,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}; --run names another directory") from None
+        raise UsageError(f"{path} cannot be read: {reason(error)}; --run names another directory") from None
     return [_parse_line(line, f"{path} line {i}") for i, line in enumerate(lines[:-1], start=1)]
 
 

@@ -91,5 +91,35 @@ def test_what_a_later_program_would_refuse_is_refused_before_anything_is_extract
     assert not (copy / "new").exists()
 
 
+@pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl/cache", "target", "dangling", "x" * 256])
+@pytest.mark.parametrize("check", [["--check"], []], ids=["check", "extract"])
+def test_a_cache_can_not_be_where_something_else_is(
+    copy: Path, name: str, check: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copy / "dangling").symlink_to("nowhere")
+    before = files_of(copy)
+    assert main(["--config", str(copy / "config.toml"), "--cache", str(copy / name), *check]) == 2
+    error = capsys.readouterr().err
+    assert ("name another directory" in error, error.count("\n")) == (True, 1)
+    assert (f"{copy / 'data.jsonl'} is none" in error) == name.startswith("data")
+    assert files_of(copy) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--check", "--tokens-per-second", "nan"], "invalid speed value: 'nan'"),
+        (["--check", "--tokens-per-second=-5"], "invalid speed value: '-5'"),
+        (["--json"], "--json has no effect without --check"),
+    ],
+)
+def test_flags_that_make_no_sense(
+    copy: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--config", str(copy / "config.toml"), *arguments])
+    assert said in capsys.readouterr().err
+
+
 def test_every_reason_to_leave_a_record_out_is_explained() -> None:
     assert LEFT_OUT_BECAUSE.keys() == set(get_args(Reason))

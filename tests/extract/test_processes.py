@@ -30,7 +30,6 @@ from tests.extract.tiny import (
 
 ROOT = Path(__file__).parents[2]
 EXTRACT = [sys.executable, "-m", "extract"]
-INTERRUPTED = "interrupted, run again to continue\n"
 # Root, too, may then write only where the mode of a directory says so: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH.
 WITHOUT_PRIVILEGES = """
 import ctypes, os, sys
@@ -75,6 +74,11 @@ def write_long_project(directory: Path) -> Path:
     return directory
 
 
+def stopped(cache: Path) -> str:
+    num_shards = len(list(cache.glob("shard-*")))
+    return f"stopped: {num_shards} of 40 shards are kept in {cache}, the same command goes on\n"
+
+
 def test_a_killed_extraction_is_continued_to_the_same_bytes(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +92,7 @@ def test_a_killed_extraction_is_continued_to_the_same_bytes(
     wait_for_shards(asked, cache, 1)
     asked.send_signal(signal.SIGTERM)
     output, error = asked.communicate()
-    assert (asked.returncode, error) == (1, INTERRUPTED), output + error
+    assert (asked.returncode, error) == (1, stopped(cache)), output + error
 
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     for kill, command in ((os.killpg, []), (os.kill, []), (os.kill, [*torchrun, "-m", "extract"])):
@@ -176,7 +180,8 @@ def test_an_interrupt_from_the_keyboard_is_one_sentence(copy: Path, moment: str)
     MOMENTS[moment](process, copy / "cache")
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate()
-    assert (process.returncode, error) == (1, INTERRUPTED)
+    before = "interrupted before a shard was begun: run the same command again\n"
+    assert (process.returncode, error) == (1, before if moment == "planning" else stopped(copy / "cache"))
     assert (copy / "cache").exists() == (moment != "planning")
 
 

@@ -160,7 +160,7 @@ def test_a_cache_with_every_document_in_quarantine_is_a_failure(
 
 
 BAD_INPUT = {  # what is overridden, and what is said; {0} is the project's directory
-    "unknown key": ("cache.row_token=64", "did you mean row_tokens?"),
+    "unknown key": ("cache.row_token=64", "did you mean cache.row_tokens?"),
     "missing data": ('data.files=["{0}/none.jsonl"]', "none.jsonl does not exist"),
     "empty data": ('data.files=["{0}/empty.jsonl"]', "the data files have no records"),
     "malformed line": ('data.files=["{0}/broken.jsonl"]', "broken.jsonl, line 2 is not valid JSON"),

@@ -223,7 +223,10 @@ def patch_index(source: Path, record: int, field: int, value: int) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no manifest": (lambda s: (s / "manifest.json").unlink(), "manifest.json cannot be read"),
+    "no manifest": (
+        lambda s: (s / "manifest.json").unlink(),
+        "is no target cache of DeepSpec: it has no manifest.json",
+    ),
     "no JSON": (lambda s: (s / "manifest.json").write_text("{"), "manifest.json cannot be read"),
     "no object": (lambda s: (s / "manifest.json").write_text("[]"), "it holds no object"),
     "another version": (lambda s: edit(s / "manifest.json", lambda m: m.update(version=3)), "version 3, expected 2"),

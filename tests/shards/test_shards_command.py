@@ -1,6 +1,7 @@
 """`python -m shards` as a user runs it."""
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import shutil
@@ -156,6 +157,28 @@ def test_verify_prints_a_line_for_each_fault(tmp_path: Path) -> None:
     assert closing.endswith(" files verified: 2 faults")
     assert json.loads(run("verify", tmp_path, "--json", "--deep").stdout)["faults"] == [target, shard]
     assert json.loads(run("verify", tmp_path, "--json").stdout)["faults"] == [target]
+
+
+def test_a_directory_that_is_closed_to_us(tmp_path: Path) -> None:
+    """Root may open it until it has given up the right to."""
+    make_cache(tmp_path / "open", SHAPE)
+    make_cache(tmp_path / "closed", SHAPE)
+    (tmp_path / "closed").chmod(0)
+
+    def drop_rights_of_root() -> None:
+        for capability in (1, 2):  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, lost at the next exec
+            ctypes.CDLL(None).prctl(24, capability)  # PR_CAPBSET_DROP, linux/prctl.h
+
+    def ask(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "shards", *map(str, arguments)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=drop_rights_of_root)
+
+    for command in ("stats", "verify", "repair"):
+        done = ask(command, tmp_path / "closed")
+        denied = f"error: {tmp_path / 'closed/manifest.json'} cannot be read: Permission denied\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", denied)
+    assert "can't be listed: Permission denied" in ask("ls", tmp_path / "closed").stderr
+    assert ask("ls", tmp_path).stdout.startswith(f"{tmp_path / 'open'}  complete  3/3 shards")
 
 
 PNG = b"\x89PNG\r\n\x1a\n"

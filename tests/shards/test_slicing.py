@@ -143,6 +143,7 @@ def test_the_history_says_what_was_taken(cache: Path, tmp_path: Path) -> None:
         (["--layers", "final"], "must keep at least one of 1, 4, 6"),
         (["--rows", "3:9"], "--rows has 3:9: the cache has rows 0:7"),
         (["--rows", "3:3"], "--rows has 3:3"),
+        (["--rows=-1"], "--rows has -1:0: the cache has rows 0:7"),
         (["--sources", "poems"], "--sources names 'poems': the cache has chats, texts"),
         (["--rows", "0:6", "--split", "heldout"], "nothing is left of the cache with rows 0:6; split heldout"),
     ],
@@ -152,9 +153,16 @@ def test_a_choice_that_can_not_be(cache: Path, tmp_path: Path, options: list[Any
     assert not (tmp_path / "part").exists()
 
 
-@pytest.mark.parametrize("rows", ["a:b", "1:", "", "-1", "1:2:3"])
+def test_a_destination_that_can_not_be(cache: Path, tmp_path: Path) -> None:
+    assert "File name too long; name another" in refusal("slice", cache, tmp_path / ("x" * 256), "--rows", "0:1")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("rows", ["a:b", "1:", "", "1:2:3"])
 def test_rows_that_are_none(cache: Path, tmp_path: Path, rows: str) -> None:
     done = run("slice", cache, tmp_path / "part", f"--rows={rows}")
     assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+    assert done.stderr.endswith(
+        f"{rows!r} names no rows: write 0:100 for the first hundred, 250 for one, 0:100,250 for both\n"
+    )
     assert not (tmp_path / "part").exists()

@@ -246,7 +246,7 @@ def test_a_cache_that_another_process_began_meanwhile_is_left_alone(tmp_path: Pa
 
 def test_a_file_in_the_place_of_the_cache_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("theirs")
-    with pytest.raises(UsageError, match="cannot be used"):
+    with pytest.raises(UsageError, match=r"can't be the directory of a cache: .*file is none; name another"):
         start_cache(tmp_path / "file", SHAPE, make_plan(SHAPE))
 
 

@@ -135,7 +135,9 @@ def test_a_missing_key_is_refused(capsys, copied):
 
 def test_a_block_size_without_a_published_decay_must_set_one(capsys, copied):
     (copied / "tiny.toml").write_text(CONFIG.replace("gamma = 3.0\n", ""))
-    check_refused(capsys, copied, "train.gamma has no default for drafter.block_size 4")
+    check_refused(
+        capsys, copied, "later slots of a block weigh less in the loss, has no default for drafter.block_size 4"
+    )
 
 
 @pytest.mark.parametrize("name", ["absent", "empty"])
@@ -394,6 +396,12 @@ def test_a_preflight_refuses_what_training_would_refuse_before_there_is_a_cache(
     record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache"))
     shutil.rmtree(copied / "cache")
     check_refused(capsys, copied, said, "--resume", "--preflight", *arguments)
+
+
+@pytest.mark.parametrize("arguments", [("--json",), ("--json", "--preflight"), ("--check", "--preflight")])
+def test_flags_that_make_no_sense_together_are_refused(workspace, arguments):
+    with pytest.raises(SystemExit, match="2"):
+        call(workspace, *arguments)
 
 
 @pytest.mark.parametrize("begun", [False, True])
