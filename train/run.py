@@ -17,6 +17,7 @@ from shards.manifest import Manifest
 from shards.reader import CacheReader
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import RunConfig
+from train.faults import name_rows
 from train.feed import Feed
 from train.heldout import evaluate
 from train.interrupt import Interrupt
@@ -90,12 +91,14 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
 
             ranks.wait_for_device()
             line = read_interval(config, trainer.step, ranks, order, done, clock, feed)
-            num_bad = int(trainer.step.counters.num_bad_in_a_row)
+            num_bad = int(trainer.step.faults.most_in_a_row)
             if num_bad >= config.train.max_bad_steps:
                 raise RunError(
-                    f"the last {num_bad} steps up to step {done} had a loss or gradient that is "
-                    f"not finite, and train.max_bad_steps is {config.train.max_bad_steps}; {run} keeps its checkpoints"
+                    f"{num_bad} steps in a row up to step {done} had a loss or gradient that is not finite, step "
+                    f"{line['bad_step']} with {name_rows(line['bad_rows'])} of the cache, and train.max_bad_steps is "
+                    f"{config.train.max_bad_steps}; {run} keeps its checkpoints"
                 )
+            trainer.step.faults.reset()
             if is_last or done % config.train.eval_every == 0:
                 block_size = config.drafter.block_size
                 heldout = evaluate(trainer.heldout_step, feed, heldout_rows, ranks, block_size=block_size)
@@ -143,6 +146,7 @@ def read_interval(
         "learning_rate": float(step.schedule.learning_rate(step.counters.step - 1)),
         "grad_norm": finite_or_none(step.grad_norm),
         "skipped_steps": int(step.counters.num_bad + step.counters.num_empty),
+        **step.faults.read(ranks, order),
     }
 
 

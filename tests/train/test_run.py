@@ -271,6 +271,27 @@ def test_losses_that_are_not_finite_end_the_run(tmp_path):
     write_cache(tmp_path / "cache", RunConfig.load(write_config(tmp_path / "tiny.toml")), head_value=float("nan"))
     run = tmp_path / "run"
     _, errors = finish(start_worker(tmp_path, run, "train.max_bad_steps=3"), code=1)
-    assert "not finite" in errors
-    assert "Traceback" not in errors
-    assert [line["skipped_steps"] for line in read_metrics(run)] in ([1, 2], [1, 2, 3])
+    assert errors.startswith(
+        "error: 3 steps in a row up to step 3 had a loss or gradient that is not finite, step 3 with rows "
+    )
+    assert errors.count("\n") == 1
+    lines = read_metrics(run)
+    assert [line["skipped_steps"] for line in lines] == [1, 2]
+    assert [line["bad_step"] for line in lines] == [1, 2]
+    assert sorted(lines[0]["bad_rows"] + lines[1]["bad_rows"]) == list(range(11))  # an epoch
+
+
+def test_a_row_that_is_not_finite_is_named_whichever_rank_has_it(tmp_path):
+    """Row by row on two ranks; in an epoch of two steps it comes once, and the other step trains."""
+    write_cache(tmp_path / "cache", RunConfig.load(write_config(tmp_path / "tiny.toml")), bad_row=0)
+    run = tmp_path / "run"
+    ranks = start_ranks(
+        tmp_path, run, 2, "train.rows_per_micro_step=1 train.epochs=2 train.log_every=2 drafter.init_std=1.0"
+    )
+    outputs = [finish(rank)[0] for rank in ranks]
+    lines = read_metrics(run)
+    assert [line["skipped_steps"] for line in lines] == [1, 2]
+    assert [line["bad_rows"] for line in lines] == [[0], [0]]
+    for line in lines:
+        assert f"not finite: step {line['bad_step']}, row 0" in outputs[0]
+        assert line["loss"] is not None
