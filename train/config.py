@@ -118,12 +118,13 @@ class TrainConfig:
     log_every: int = 10
     eval_every: int = 500
     save_every: int = 500
-    keep_checkpoints: int = 2
+    save_seconds: float = 1800.0  # save at the first log interval after so long, too
+    keep_checkpoints: int = 2  # the newest ones, and besides them the best by held-out acceptance length
     max_bad_steps: int = 20  # so many non-finite steps in a row end the run
 
     def __post_init__(self) -> None:
         positive = ("num_anchors", "rows_per_micro_step", "lr", "eps", "clip_norm")
-        every = ("log_every", "eval_every", "save_every", "keep_checkpoints", "max_bad_steps")
+        every = ("log_every", "eval_every", "save_every", "save_seconds", "keep_checkpoints", "max_bad_steps")
         require_positive(self, "train", *positive, *every)
         require_positive(self, "train", "rows_per_step", "epochs", at_most=MAX_EPOCHS_OR_ROWS)
         require_path("train.compile_cache", self.compile_cache)

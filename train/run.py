@@ -15,7 +15,7 @@ from torch import Tensor
 from shards.errors import RunError
 from shards.manifest import Manifest
 from shards.reader import CacheReader
-from train.checkpoint import load_checkpoint, save_checkpoint
+from train.checkpoint import load_checkpoint
 from train.config import RunConfig
 from train.faults import name_rows
 from train.feed import Feed
@@ -26,8 +26,9 @@ from train.metrics import summarise
 from train.order import RowOrder
 from train.progress import Progress
 from train.ranks import Ranks
-from train.rundir import MetricsLog, record_config
+from train.rundir import MetricsLog, best_acceptance_length, read_metrics, record_config
 from train.runtime import compute_on_one_thread_deterministically
+from train.saver import Saver
 from train.step import TrainStep
 from train.target_head import TargetHead
 from train.trainer import DTYPES, Trainer
@@ -36,6 +37,7 @@ from train.trainer import DTYPES, Trainer
 def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) -> None:
     """Train from `checkpoint`, or from the beginning; raises RunError when the run can't go on or is interrupted."""
     compute_on_one_thread_deterministically()
+    saver = Saver(run, config) if os.environ["RANK"] == "0" else None  # a fork: before there are threads, and CUDA
     ranks = Ranks.join()
     reader = CacheReader(cache)
     plan = reader.manifest.plan
@@ -56,12 +58,10 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
     if checkpoint is not None:
         load_checkpoint(checkpoint, config, trainer)
         first_step = int(trainer.step.counters.step)
+    if saver and ranks.device.type == "cuda":
+        saver.page_lock()
     log: MetricsLog | None = None
-
-    def save() -> None:
-        if ranks.is_first:
-            save_checkpoint(run, config, trainer)
-        ranks.barrier()
+    best = best_acceptance_length(line for line in read_metrics(run) if line["step"] <= first_step)
 
     heldout_rows = range(plan.num_train_rows, plan.num_rows)
     interrupt = Interrupt(ranks)
@@ -91,35 +91,40 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
 
             ranks.wait_for_device()
             line = read_interval(config, trainer.step, ranks, order, done, clock, feed)
-            num_bad = int(trainer.step.faults.most_in_a_row)
-            if num_bad >= config.train.max_bad_steps:
-                raise RunError(
-                    f"{num_bad} steps in a row up to step {done} had a loss or gradient that is not finite, step "
-                    f"{line['bad_step']} with {name_rows(line['bad_rows'])} of the cache, and train.max_bad_steps is "
-                    f"{config.train.max_bad_steps}; {run} keeps its checkpoints"
-                )
+            line["save_stall_seconds"] = saver.take_stall() if saver else 0.0
+            end_if_bad(config, trainer.step, line, run)
             trainer.step.faults.reset()
+            is_best = False
             if is_last or done % config.train.eval_every == 0:
                 block_size = config.drafter.block_size
                 heldout = evaluate(trainer.heldout_step, feed, heldout_rows, ranks, block_size=block_size)
                 line |= heldout.to_json() if heldout else {}
+                is_best = heldout is not None and heldout.acceptance_length.mean > best
+                best = max(best, best_acceptance_length([line]))
             if ranks.is_first:
                 # Only now: a run that can't take its first steps leaves nothing behind.
                 log = log or begin_log(run, config, reader.manifest, first_step=first_step)
                 log.append(line)
             progress.log(line, seconds_per_step=clock.seconds_per_step)
-            if is_last or must_stop or done % config.train.save_every == 0:
-                save()
+            if saver:
+                saver.check()
+                if is_last or must_stop or is_best or saver.is_due(done):
+                    saver.save(trainer, ranks, is_best=is_best, say=progress.say)
+                if is_last or must_stop:
+                    saver.finish()
             if must_stop and not is_last:
+                ranks.barrier()  # until all is on the disk
                 interrupt.ignore_from_now_on()
                 raise RunError(
                     f"interrupted at step {done} of {num_steps}, saved in {run}: `make train` or --resume continues"
                 )
             feed.wait.take()  # evaluation and saving are no part of the interval
             clock.restart(done)
+    ranks.barrier()
     interrupt.ignore_from_now_on()
     reader.close()
-    ranks.barrier()
+    if saver:
+        saver.close()
 
 
 def begin_log(run: Path, config: RunConfig, manifest: Manifest, *, first_step: int) -> MetricsLog:
@@ -148,6 +153,17 @@ def read_interval(
         "skipped_steps": int(step.counters.num_bad + step.counters.num_empty),
         **step.faults.read(ranks, order),
     }
+
+
+def end_if_bad(config: RunConfig, step: TrainStep, line: dict[str, Any], run: Path) -> None:
+    """Raise RunError after train.max_bad_steps in a row that were not finite."""
+    num_bad = int(step.faults.most_in_a_row)
+    if num_bad >= config.train.max_bad_steps:
+        raise RunError(
+            f"{num_bad} steps in a row up to step {line['step']} had a loss or gradient that is not finite, step "
+            f"{line['bad_step']} with {name_rows(line['bad_rows'])} of the cache, and train.max_bad_steps is "
+            f"{config.train.max_bad_steps}; {run} keeps its checkpoints"
+        )
 
 
 def finite_or_none(value: Tensor) -> float | None:

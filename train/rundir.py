@@ -8,7 +8,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ MAY_CHANGE = {
     "train.log_every",
     "train.eval_every",
     "train.save_every",
+    "train.save_seconds",
     "train.keep_checkpoints",
     "train.max_bad_steps",
     "train.capture",
@@ -39,7 +40,8 @@ MAY_CHANGE = {
     "train.compile_cache",
 }
 LENGTH = ("train.epochs", "train.max_steps")
-Loss = float | int | None  # in a line of metrics: None where nothing was counted
+HELDOUT_ACCEPTANCE_LENGTH = "heldout_acceptance_length"
+Number = float | int | None  # in a line of metrics: None where nothing was counted
 
 
 def begin_or_continue(run: Path, config: RunConfig, manifest: Manifest, *, resume: bool) -> Path | None:
@@ -95,10 +97,10 @@ def _is_leftover(name: str) -> bool:
 def _had_checkpoint(run: Path, recorded: dict[str, Any], lines: list[dict[str, Any]]) -> bool:
     """Whether a checkpoint was saved; a run that was killed before its first one begins again.
 
-    The line of a step is written before its checkpoint is.
+    The line of a step is written before its checkpoint is begun, and a checkpoint before the next one is.
     """
     save_every = recorded.get("train.save_every")
-    is_past_first = bool(lines) and (not isinstance(save_every, int) or lines[-1]["step"] > save_every)
+    is_past_first = bool(lines) and (not isinstance(save_every, int) or lines[-1]["step"] > 2 * save_every)
     return is_past_first or (run / CHECKPOINTS_DIRECTORY / LATEST_LINK).is_symlink()
 
 
@@ -174,12 +176,23 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [_parse_line(line, f"{path} line {i}") for i, line in enumerate(lines[:-1], start=1)]
 
 
+def best_acceptance_length(lines: Iterable[dict[str, Any]]) -> float:
+    """The largest held-out one; 0, which is less than any, before there is one."""
+    return max((line.get(HELDOUT_ACCEPTANCE_LENGTH) or 0.0 for line in lines), default=0.0)
+
+
 def _parse_line(text: str, where: str) -> dict[str, Any]:
-    """A line of metrics, with the two keys that are read again in their types."""
+    """A line of metrics, with the keys that are read again in their types."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
         line = None
-    if not isinstance(line, dict) or type(line.get("step")) is not int or not isinstance(line.get("loss", ""), Loss):
+    is_line = (
+        isinstance(line, dict)
+        and type(line.get("step")) is int
+        and isinstance(line.get("loss", ""), Number)
+        and isinstance(line.get(HELDOUT_ACCEPTANCE_LENGTH), Number)
+    )
+    if not is_line:
         raise UsageError(f"{where} is no line of metrics: {text[:40]!r}; remove it, or name another run directory")
     return line

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from shards.config import CacheConfig, DataConfig, TargetConfig
 from train.config import DrafterConfig, RunConfig, TrainConfig
 from train.drafter import Drafter, split_projections
-from train.export import check_exported, export_drafter
+from train.export import check_exported, export_drafter, exported_config
 from train.target_head import TargetHead
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -59,7 +59,7 @@ def export(directory: Path, *, head: TargetHead = PLAIN_HEAD, **drafter: object)
     config = replace(BASE, drafter=replace(BASE.drafter, **drafter))
     module = Drafter(config.drafter, 24)
     module.init_weights(0)
-    export_drafter(directory, module.state_dict(), config, head)
+    export_drafter(directory, module.state_dict(), config, exported_config(config, head))
     return json.loads((directory / "config.json").read_text()), module
 
 

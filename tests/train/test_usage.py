@@ -14,9 +14,9 @@ import pytest
 
 from shards.manifest import Manifest
 from tests.train.caches import CONFIG, write_cache, write_config
-from tests.train.test_checkpoint import new_trainer
+from tests.train.test_checkpoint import new_trainer, save_checkpoint
 from train.__main__ import main
-from train.checkpoint import STATE_FILE, save_checkpoint
+from train.checkpoint import STATE_FILE
 from train.config import RunConfig
 from train.rundir import begin_or_continue, record_config
 
@@ -337,8 +337,8 @@ def test_damaged_metrics_are_refused(capsys, copied, line):
 
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(capsys, copied):
     """The configuration saves every 2 steps, and the line of a step comes before its checkpoint."""
-    run = begin_run(copied, b'{"step": 2, "loss": 1.0}\n{"step": 3, "loss": 1.0}\n')
-    check_refused(capsys, copied, "has metrics up to step 3 and its checkpoints are gone", "--resume")
+    run = begin_run(copied, b'{"step": 4, "loss": 1.0}\n{"step": 5, "loss": 1.0}\n')
+    check_refused(capsys, copied, "has metrics up to step 5 and its checkpoints are gone", "--resume")
     (run / "metrics.jsonl").unlink()
     (run / "checkpoints").mkdir()
     (run / "checkpoints/latest").symlink_to("step-2")
@@ -358,7 +358,7 @@ def test_a_broken_checkpoint_is_one_sentence_from_the_launcher(capsys, copied):
     assert snapshot(copied) == before
 
 
-@pytest.mark.parametrize("metrics", [b"", b'{"step": 2, "loss": null}\n{"step": 3, "lo'])
+@pytest.mark.parametrize("metrics", [b"", b'{"step": 4, "loss": null}\n{"step": 5, "lo'])
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(copied, metrics):
     run = begin_run(copied, metrics)
     config, manifest = RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache")
