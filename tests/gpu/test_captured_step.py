@@ -13,6 +13,7 @@ from shards.errors import RunError
 from train.config import DrafterConfig, RunConfig, TrainConfig
 from train.decode import decode_features
 from train.graph import CapturedFunction
+from train.order import RowOrder
 from train.runtime import compute_on_one_thread_deterministically, quiet_thread_starters
 from train.trainer import Trainer
 
@@ -154,6 +155,18 @@ def test_replays_do_not_wait_for_the_device(trainer: Trainer) -> None:
             trainer.step.micro_step(0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_replay_that_is_not_finite_names_its_row(device: torch.device) -> None:
+    trainer = fresh_trainer(small_config(), device)
+    order = RowOrder(num_rows=9, rows_per_step=1, seed=0)
+    for seed in (3, 4, 5):
+        fill_rows(trainer.rows, [EXTREME_ROWS["ordinary"]], VOCAB_SIZE, seed=seed)
+        if seed == 4:
+            trainer.rows.codes_RKTC.view(torch.bfloat16)[0, 0, 7, 5] = torch.inf
+        trainer.step.micro_step(0)
+    assert trainer.step.faults.read(trainer.step.ranks, order) == {"bad_step": 2, "bad_rows": [4]}
+    assert int(trainer.step.counters.num_updates) == 2
 
 
 def test_memory_is_flat(trainer: Trainer) -> None:
