@@ -25,6 +25,7 @@ from shards.errors import UsageError
 
 LayerType = Literal["full_attention", "sliding_attention"]
 MAX_EPOCHS_OR_ROWS = 1 << 20  # of a run, of a step: far above any, and low enough to be counted out
+MAX_SECONDS = 1 << 30  # as good as never
 DEFAULT_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0, 7: 4.0}  # block size → decay of the slot weights, from the paper
 
 
@@ -118,14 +119,16 @@ class TrainConfig:
     log_every: int = 10
     eval_every: int = 500
     save_every: int = 500
-    save_seconds: float = 1800.0  # save at the first log interval after so long, too
+    save_seconds: int = 1800  # save at the first log interval after so long, too
     keep_checkpoints: int = 2  # the newest ones, and besides them the best by held-out acceptance length
     max_bad_steps: int = 20  # so many non-finite steps in a row end the run
+    stall_seconds: int = 900  # a run that makes no step for so long ends, saying where it stands
 
     def __post_init__(self) -> None:
         positive = ("num_anchors", "rows_per_micro_step", "lr", "eps", "clip_norm")
-        every = ("log_every", "eval_every", "save_every", "save_seconds", "keep_checkpoints", "max_bad_steps")
+        every = ("log_every", "eval_every", "save_every", "keep_checkpoints", "max_bad_steps")
         require_positive(self, "train", *positive, *every)
+        require_positive(self, "train", "save_seconds", "stall_seconds", at_most=MAX_SECONDS)
         require_positive(self, "train", "rows_per_step", "epochs", at_most=MAX_EPOCHS_OR_ROWS)
         require_path("train.compile_cache", self.compile_cache)
         if self.max_steps is not None:

@@ -111,6 +111,8 @@ def _conclude(failures: Mapping[int, ProcessFailure], run: Path, *, was_asked_to
 
 
 def _describe_end(exitcode: int) -> str:
+    if exitcode == EXIT_FAILED:  # any other end with it leaves a word
+        return "made no step for train.stall_seconds, where it stood is said above"
     if exitcode >= 0:
         return f"ended with exit code {exitcode}"
     return ENDS.get(-exitcode, f"was ended by {signal.Signals(-exitcode).name}")

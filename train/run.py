@@ -6,6 +6,7 @@ Everything that can be refused was refused by the launcher (train/__main__.py); 
 import os
 import time
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from train.saver import Saver
 from train.step import TrainStep
 from train.target_head import TargetHead
 from train.trainer import DTYPES, Trainer
+from train.watchdog import expect_a_step_within, rest
 
 
 def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) -> None:
@@ -72,6 +74,8 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
     ):
         progress.say(f"training on {describe(ranks)}: steps {first_step}..{num_steps}, γ {config.gamma:g}, run {run}")
         clock = IntervalClock(first_step)
+        keep_alive = partial(expect_a_step_within, config.train.stall_seconds)
+        keep_alive()
         for k in range(first_step, num_steps):
             micro_steps = order.micro_steps(
                 k,
@@ -83,6 +87,7 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
                 feed.load(micro_rows, epoch=order.epoch(k))
                 trainer.step.micro_step(i)
                 feed.wait.finish_step()
+            keep_alive()
             done = k + 1
             is_last = done == num_steps
             must_stop = interrupt.agreed()
@@ -96,8 +101,14 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
             trainer.step.faults.reset()
             is_best = False
             if is_last or done % config.train.eval_every == 0:
-                block_size = config.drafter.block_size
-                heldout = evaluate(trainer.heldout_step, feed, heldout_rows, ranks, block_size=block_size)
+                heldout = evaluate(
+                    trainer.heldout_step,
+                    feed,
+                    heldout_rows,
+                    ranks,
+                    block_size=config.drafter.block_size,
+                    keep_alive=keep_alive,
+                )
                 line |= heldout.to_json() if heldout else {}
                 is_best = heldout is not None and heldout.acceptance_length.mean > best
                 best = max(best, best_acceptance_length([line]))
@@ -118,9 +129,11 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
                 raise RunError(
                     f"interrupted at step {done} of {num_steps}, saved in {run}: `make train` or --resume continues"
                 )
+            keep_alive()
             feed.wait.take()  # evaluation and saving are no part of the interval
             clock.restart(done)
     ranks.barrier()
+    rest()
     interrupt.ignore_from_now_on()
     reader.close()
     if saver:

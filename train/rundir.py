@@ -35,6 +35,7 @@ MAY_CHANGE = {
     "train.save_seconds",
     "train.keep_checkpoints",
     "train.max_bad_steps",
+    "train.stall_seconds",
     "train.capture",
     "train.recompute",
     "train.compile_cache",

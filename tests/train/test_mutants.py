@@ -157,7 +157,9 @@ def score(config: RunConfig, cache: Path, run: Path) -> tuple[float, float]:
         plan = reader.manifest.plan
         feed = Feed(reader, config.drafter.target_layer_ids, trainer.rows)
         rows = range(plan.num_train_rows, plan.num_rows)
-        result = evaluate(trainer.heldout_step, feed, rows, ranks, block_size=config.drafter.block_size)
+        result = evaluate(
+            trainer.heldout_step, feed, rows, ranks, block_size=config.drafter.block_size, keep_alive=lambda: None
+        )
     return result.acceptance_length.mean, result.acceptance_length_without_context.mean
 
 
