@@ -9,7 +9,6 @@ The best by held-out acceptance length is kept however old it is.
 
 import math
 import os
-import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,11 +27,9 @@ from shards.manifest import check_seal, read_json, sealed
 from train.config import RunConfig
 from train.decode import basis
 from train.export import export_drafter, exported_config
+from train.records import BEST_LINK, CHECKPOINTS_DIRECTORY, LATEST_LINK, by_step
 from train.trainer import Trainer
 
-CHECKPOINTS_DIRECTORY = "checkpoints"
-LATEST_LINK = "latest"
-BEST_LINK = "best"
 STATE_FILE = "state/state.safetensors"
 COUNTERS_FILE = "state/counters.json"
 CHECKSUMS = "crc32c"  # key of the counters file: of each tensor of the state file, hex. 36 GB of state take seconds
@@ -95,13 +92,8 @@ def write_checkpoint(run: Path, config: RunConfig, state: dict[str, Tensor], con
         shutil.rmtree(beside, ignore_errors=True)
         raise RunError(f"{directory} could not be written: {error}; the checkpoints before it are intact") from error
     best = (checkpoints / BEST_LINK).resolve().name
-    _drop(path for path in _by_step(checkpoints)[: -config.train.keep_checkpoints] if path.name != best)
+    _drop(path for path in by_step(checkpoints)[: -config.train.keep_checkpoints] if path.name != best)
     return directory
-
-
-def latest_checkpoint(run: Path) -> Path | None:
-    """The newest checkpoint, or None when the run has none. `latest` is for people: a crash may leave it behind."""
-    return next(iter(reversed(_by_step(run / CHECKPOINTS_DIRECTORY))), None)
 
 
 def checkpoint_step(checkpoint: Path) -> int:
@@ -170,7 +162,7 @@ def _layout(tensor: Tensor) -> str:
 
 def _broken(checkpoint: Path, reason: str) -> RunError:
     """The error that says how to go on without `checkpoint`, the newest one."""
-    older = [other for other in _by_step(checkpoint.parent) if other != checkpoint]
+    older = [other for other in by_step(checkpoint.parent) if other != checkpoint]
     if not older:
         return RunError(f"{reason}; there is no other checkpoint: begin another run with --run")
     return RunError(f"{reason}; remove {checkpoint} to continue from {older[-1].name}")
@@ -182,11 +174,6 @@ def _point_at(directory: Path, link: str) -> None:
     beside.symlink_to(directory.name)
     os.rename(beside, directory.parent / link)
     sync_directory(directory.parent)
-
-
-def _by_step(checkpoints: Path) -> list[Path]:
-    found = {path: re.fullmatch("step-([0-9]+)", path.name) for path in checkpoints.glob("step-*") if path.is_dir()}
-    return sorted((path for path, match in found.items() if match), key=lambda path: int(found[path][1]))
 
 
 def _drop(directories: Iterable[Path]) -> None:

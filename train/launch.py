@@ -21,9 +21,10 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from shards.errors import EXIT_FAILED, Interrupted, RunError
-from train.checkpoint import checkpoint_step, latest_checkpoint
+from train.checkpoint import checkpoint_step
 from train.interrupt import GRACE_S
 from train.ranks import EXIT_PEER_LOST
+from train.records import latest_checkpoint
 from train.worker import LAUNCHER_VARIABLE
 
 LOCALHOST = "127.0.0.1"

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from shards.errors import RunError
-from shards.manifest import Manifest
 from shards.reader import CacheReader
 from train.checkpoint import load_checkpoint
 from train.config import RunConfig
@@ -27,7 +26,8 @@ from train.metrics import summarise
 from train.order import RowOrder
 from train.progress import Progress
 from train.ranks import Ranks
-from train.rundir import MetricsLog, best_acceptance_length, read_metrics, record_config
+from train.records import best_acceptance_length, read_metrics
+from train.rundir import MetricsLog, record_config
 from train.runtime import compute_on_one_thread_deterministically
 from train.saver import Saver
 from train.step import TrainStep
@@ -114,7 +114,7 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
                 best = max(best, best_acceptance_length([line]))
             if ranks.is_first:
                 # Only now: a run that can't take its first steps leaves nothing behind.
-                log = log or begin_log(run, config, reader.manifest, first_step=first_step)
+                log = log or begin_log(run, config, reader, first_step=first_step)
                 log.append(line)
             progress.log(line, seconds_per_step=clock.seconds_per_step)
             if saver:
@@ -140,8 +140,8 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
         saver.close()
 
 
-def begin_log(run: Path, config: RunConfig, manifest: Manifest, *, first_step: int) -> MetricsLog:
-    record_config(run, config, manifest)
+def begin_log(run: Path, config: RunConfig, reader: CacheReader, *, first_step: int) -> MetricsLog:
+    record_config(run, config, reader.manifest, reader.cache)
     return MetricsLog(run, first_step=first_step)
 
 

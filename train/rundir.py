@@ -8,7 +8,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,21 @@ from shards.config import shown, to_json
 from shards.durable import write_json
 from shards.errors import RunError, UsageError
 from shards.manifest import Manifest
-from train.checkpoint import CHECKPOINTS_DIRECTORY, LATEST_LINK, latest_checkpoint
 from train.config import RunConfig
 from train.lock import LOCK_FILE
+from train.order import RowOrder
+from train.records import (
+    CACHE_KEY,
+    CHECKPOINTS_DIRECTORY,
+    LATEST_LINK,
+    METRICS_FILE,
+    NUM_STEPS_KEY,
+    RUN_CONFIG_FILE,
+    latest_checkpoint,
+    read_metrics,
+    read_recorded,
+)
 
-RUN_CONFIG_FILE = "config.json"
-METRICS_FILE = "metrics.jsonl"
 # What may differ between a run and its continuation: nothing here changes what is learned.
 MAY_CHANGE = {
     "target.path",
@@ -41,8 +50,6 @@ MAY_CHANGE = {
     "train.compile_cache",
 }
 LENGTH = ("train.epochs", "train.max_steps")
-HELDOUT_ACCEPTANCE_LENGTH = "heldout_acceptance_length"
-Number = float | int | None  # in a line of metrics: None where nothing was counted
 
 
 def begin_or_continue(run: Path, config: RunConfig, manifest: Manifest, *, resume: bool) -> Path | None:
@@ -56,7 +63,7 @@ def begin_or_continue(run: Path, config: RunConfig, manifest: Manifest, *, resum
         return None
     if not resume:
         raise UsageError(f"{run} is not empty: --resume continues the run in it, --run names another directory")
-    recorded = _read_recorded(run)
+    recorded = read_recorded(run)
     for key, value in record(config, manifest).items():
         begun = recorded.get(key)
         if key not in MAY_CHANGE and begun != value:
@@ -105,11 +112,11 @@ def _had_checkpoint(run: Path, recorded: dict[str, Any], lines: list[dict[str, A
     return is_past_first or (run / CHECKPOINTS_DIRECTORY / LATEST_LINK).is_symlink()
 
 
-def record_config(run: Path, config: RunConfig, manifest: Manifest) -> None:
+def record_config(run: Path, config: RunConfig, manifest: Manifest, cache: Path) -> None:
     path = run / RUN_CONFIG_FILE
     with writing(path):
         run.mkdir(parents=True, exist_ok=True)
-        write_json(path, record(config, manifest))
+        write_json(path, {CACHE_KEY: str(cache.absolute()), **record(config, manifest)})
 
 
 @contextmanager
@@ -125,22 +132,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def record(config: RunConfig, manifest: Manifest) -> dict[str, Any]:
-    """What makes a run what it is: the whole configuration, and of what its cache was made, in which rows."""
+    """What makes a run what it is: the whole configuration, its length, and of what and in which rows its cache is."""
     identity = to_json(manifest.identity) | {"plan": manifest.plan_hash}
-    return flatten(config) | {f"identity.{key}": value for key, value in identity.items()}
-
-
-def _read_recorded(run: Path) -> dict[str, Any]:
-    path = run / RUN_CONFIG_FILE
-    if not path.exists():
-        raise UsageError(f"{run} is not empty and holds no run: it has no {RUN_CONFIG_FILE}; --run names another")
-    try:
-        recorded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}; --run names another directory") from None
-    if not isinstance(recorded, dict):
-        raise UsageError(f"{path} is not the configuration of a run; --run names another directory")
-    return recorded
+    num_steps = RowOrder.of(config, manifest.plan).num_steps(config.train)
+    return flatten(config) | {NUM_STEPS_KEY: num_steps} | {f"identity.{key}": v for key, v in identity.items()}
 
 
 def flatten(config: RunConfig) -> dict[str, Any]:
@@ -163,37 +158,3 @@ class MetricsLog:
     def append(self, line: dict[str, Any]) -> None:
         with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
-
-
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """All whole lines of a run's metrics; a last line that was cut short by a crash is left out."""
-    path = run / METRICS_FILE
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}; --run names another directory") from None
-    return [_parse_line(line, f"{path} line {i}") for i, line in enumerate(lines[:-1], start=1)]
-
-
-def best_acceptance_length(lines: Iterable[dict[str, Any]]) -> float:
-    """The largest held-out one; 0, which is less than any, before there is one."""
-    return max((line.get(HELDOUT_ACCEPTANCE_LENGTH) or 0.0 for line in lines), default=0.0)
-
-
-def _parse_line(text: str, where: str) -> dict[str, Any]:
-    """A line of metrics, with the keys that are read again in their types."""
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        line = None
-    is_line = (
-        isinstance(line, dict)
-        and type(line.get("step")) is int
-        and isinstance(line.get("loss", ""), Number)
-        and isinstance(line.get(HELDOUT_ACCEPTANCE_LENGTH), Number)
-    )
-    if not is_line:
-        raise UsageError(f"{where} is no line of metrics: {text[:40]!r}; remove it, or name another run directory")
-    return line

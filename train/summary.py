@@ -3,8 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint import BEST_LINK, CHECKPOINTS_DIRECTORY, LATEST_LINK
-from train.rundir import HELDOUT_ACCEPTANCE_LENGTH, best_acceptance_length, read_metrics
+from train.records import (
+    BEST_LINK,
+    CHECKPOINTS_DIRECTORY,
+    HELDOUT_ACCEPTANCE_LENGTH,
+    LATEST_LINK,
+    best_acceptance_length,
+    read_metrics,
+)
 
 
 def print_summary(run: Path) -> None:

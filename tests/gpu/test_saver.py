@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.gpu.test_captured_step import EXTREME_ROWS, VOCAB_SIZE, device, fill_rows, fresh_trainer, small_config
-from train.checkpoint import STATE_FILE, latest_checkpoint
+from train.checkpoint import STATE_FILE
+from train.records import latest_checkpoint
 from train.saver import Saver
 
 __all__ = ["device"]  # a fixture

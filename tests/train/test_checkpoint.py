@@ -21,12 +21,12 @@ from train.checkpoint import (
     STATE_FILE,
     Contents,
     checkpoint_step,
-    latest_checkpoint,
     load_checkpoint,
     write_checkpoint,
 )
 from train.config import RunConfig
 from train.ranks import Ranks
+from train.records import latest_checkpoint
 from train.target_head import TargetHead
 from train.trainer import Trainer
 

@@ -29,11 +29,12 @@ from torch import Tensor
 from benchmarks.random_target import MASK_ID, TargetShape, make_random_target
 from shards.reader import CacheReader
 from train.blocks import Blocks, build_blocks
-from train.checkpoint import latest_checkpoint, load_checkpoint
+from train.checkpoint import load_checkpoint
 from train.config import RunConfig
 from train.feed import Feed
 from train.heldout import evaluate
 from train.ranks import Ranks
+from train.records import latest_checkpoint
 from train.run import train
 from train.target_head import TargetHead
 from train.trainer import Trainer

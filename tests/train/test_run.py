@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from tests.train.caches import worker_environment, write_cache, write_config
 from train.config import RunConfig
+from train.status import read_status
 
 ROOT = Path(__file__).parents[2]
 PIPE_BYTES = 4096  # the smallest there is: at most 54 lines of progress, of 75 bytes or more
@@ -186,6 +187,7 @@ def test_a_finished_run_says_so_and_is_left_alone(workspace, launched):
     before = sorted((path, path.lstat().st_mtime_ns) for path in run.rglob("*"))
     output, _ = finish(start_launcher(workspace, run, "--resume"))
     assert "nothing to train" in output
+    assert read_status(run)["state"] == "finished"
     assert before == sorted((path, path.lstat().st_mtime_ns) for path in run.rglob("*"))
 
 
@@ -193,8 +195,12 @@ def test_a_run_stopped_by_sigterm_to_the_launcher_resumes_to_the_same_bits(works
     run = tmp_path / "run"
     launcher = start_launcher(workspace, run)
     watch(launcher)
+    status = read_status(run)
+    assert (status["state"], status["num_steps"]) == ("training", NUM_STEPS)
+    assert status["held_by"].startswith(f"process {launcher.pid} on ")
     launcher.send_signal(signal.SIGTERM)
     _, errors = finish(launcher, code=1)
+    assert read_status(run)["state"] == "stopped"
     stopped = read_metrics(run)[-1]["step"]
     assert WATCHED_STEP <= stopped < NUM_STEPS
     assert errors == (

@@ -11,8 +11,8 @@ import pytest
 from shards.errors import RunError
 from tests.train.caches import write_config
 from tests.train.test_checkpoint import CPU, new_trainer, save_checkpoint
-from train.checkpoint import latest_checkpoint
 from train.config import RunConfig
+from train.records import latest_checkpoint
 from train.saver import Saver
 
 

@@ -263,14 +263,14 @@ ANOTHER_RUN = {  # override → what the sentence must say
 
 @pytest.mark.parametrize("setting", ANOTHER_RUN)
 def test_a_run_is_not_continued_with_another_config(capsys, copied, setting):
-    record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache"))
+    begin_run(copied)
     check_refused(capsys, copied, ANOTHER_RUN[setting], setting, "--resume")
 
 
 def test_a_run_is_not_continued_on_a_cache_of_other_data(capsys, copied):
     manifest = Manifest.read(copied / "cache")
     other = replace(manifest, identity=replace(manifest.identity, data="0" * 64))
-    record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), other)
+    record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), other, copied / "cache")
     check_refused(capsys, copied, "was begun with identity.data = ", "--resume")
 
 
@@ -321,7 +321,8 @@ def test_a_damaged_run_config_is_refused(capsys, copied):
 def begin_run(workspace: Path, metrics: bytes = b"") -> Path:
     """What a run that was killed before its first checkpoint leaves."""
     run = workspace / "run"
-    record_config(run, RunConfig.load(workspace / "tiny.toml"), Manifest.read(workspace / "cache"))
+    cache = workspace / "cache"
+    record_config(run, RunConfig.load(workspace / "tiny.toml"), Manifest.read(cache), cache)
     (run / "metrics.jsonl").write_bytes(metrics)
     return run
 
