@@ -10,7 +10,6 @@ from train.order import NO_ROW, RowOrder
 from train.ranks import Ranks
 
 NONE = -1  # no step
-NUM_ROWS_SHOWN = 8
 
 
 class Faults:
@@ -52,10 +51,3 @@ class Faults:
         own = self.row_ids_R.tolist() if int(self.loss_step) == step else []
         rows = [row for rows in ranks.gather(own) for row in rows] or order.step_rows(step - 1)
         return {"bad_step": step, "bad_rows": sorted(row for row in rows if row != NO_ROW)}
-
-
-def name_rows(rows: list[int]) -> str:
-    """In words, for people."""
-    names = ", ".join(map(str, rows[:NUM_ROWS_SHOWN]))
-    more = len(rows) - NUM_ROWS_SHOWN
-    return f"row{'s' if len(rows) > 1 else ''} {names}" + (f" and {more} more" if more > 0 else "")

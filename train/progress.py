@@ -5,7 +5,7 @@ from typing import Any
 
 import tqdm
 
-from train.faults import name_rows
+from train.records import name_rows
 
 
 class Progress:

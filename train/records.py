@@ -20,6 +20,7 @@ Number = float | int | None  # in a line of metrics: None where nothing was coun
 CHECKPOINTS_DIRECTORY = "checkpoints"
 LATEST_LINK = "latest"
 BEST_LINK = "best"
+NUM_ROWS_SHOWN = 8
 
 
 def read_recorded(run: Path) -> dict[str, Any]:
@@ -78,3 +79,10 @@ def by_step(checkpoints: Path) -> list[Path]:
     """The checkpoints of a directory, the oldest first."""
     found = {path: re.fullmatch("step-([0-9]+)", path.name) for path in checkpoints.glob("step-*") if path.is_dir()}
     return sorted((path for path, match in found.items() if match), key=lambda path: int(found[path][1]))
+
+
+def name_rows(rows: list[int]) -> str:
+    """In words, for people."""
+    names = ", ".join(map(str, rows[:NUM_ROWS_SHOWN]))
+    more = len(rows) - NUM_ROWS_SHOWN
+    return f"row{'s' if len(rows) > 1 else ''} {names}" + (f" and {more} more" if more > 0 else "")

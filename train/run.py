@@ -17,7 +17,6 @@ from shards.errors import RunError
 from shards.reader import CacheReader
 from train.checkpoint import load_checkpoint
 from train.config import RunConfig
-from train.faults import name_rows
 from train.feed import Feed
 from train.heldout import evaluate
 from train.interrupt import Interrupt
@@ -26,7 +25,7 @@ from train.metrics import summarise
 from train.order import RowOrder
 from train.progress import Progress
 from train.ranks import Ranks
-from train.records import best_acceptance_length, read_metrics
+from train.records import best_acceptance_length, name_rows, read_metrics
 from train.rundir import MetricsLog, record_config
 from train.runtime import compute_on_one_thread_deterministically
 from train.saver import Saver

@@ -4,10 +4,11 @@ import math
 
 import torch
 
-from train.faults import Faults, name_rows
+from train.faults import Faults
 from train.optimizer import Counters
 from train.order import RowOrder
 from train.ranks import Ranks
+from train.records import name_rows
 
 CPU = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
 ORDER = RowOrder(num_rows=7, rows_per_step=4, seed=0)
