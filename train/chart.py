@@ -43,7 +43,7 @@ class Axis:
         values = list(values)
         low, high = min(values), max(values)
         if low == high:
-            low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
+            low, high = low - abs(low) / 2, high + (abs(high) / 2 or 1)
         rough = (high - low) / (NUM_TICKS - 1)
         power = 10.0 ** math.floor(math.log10(rough))
         tick = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
