@@ -17,7 +17,7 @@ from train.worker import work
 
 DESCRIPTION = "Train a DFlash drafter from a cache of the target's hidden states."
 EPILOG = """\
-python -m train status|report RUN …: what a run is doing, and how it went; see their --help.
+python -m train status|report|tensorboard RUN: what a run is doing, and how it went; see their --help.
 Any configuration key can be overridden: python -m train --config F --cache DIR --run DIR train.lr=3e-4
 Exit codes: 0 trained; 1 the run failed or was interrupted (--resume continues); 2 wrong usage, nothing was written."""
 

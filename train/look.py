@@ -1,4 +1,4 @@
-"""`python -m train status|report`: looks at runs, from outside and without torch. Changes nothing in them.
+"""`python -m train status|report|tensorboard`: looks at runs, from outside and without torch. Changes nothing in them.
 
 All but the arguments is imported late, as in train/__main__.py.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shards.errors import run_command
 
-LOOKS = ("status", "report")
+LOOKS = ("status", "report", "tensorboard")
 
 
 def look(arguments: Sequence[str]) -> int:
@@ -22,10 +22,14 @@ def look(arguments: Sequence[str]) -> int:
     report = commands.add_parser("report", help="curves and figures of runs, over each other, in one HTML file")
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     report.add_argument("--output", type=Path, metavar="FILE", help="the file (default: report.html in the first RUN)")
+    tensorboard = commands.add_parser("tensorboard", help="a run's metrics as a file for TensorBoard")
+    tensorboard.add_argument("run", type=Path, metavar="RUN")
     parsed = parser.parse_args(arguments)
     if parsed.command == "status":
         return run_command(lambda: print_status(parsed.run, as_json=parsed.json))
-    return run_command(lambda: write_report(parsed.runs, parsed.output))
+    if parsed.command == "report":
+        return run_command(lambda: write_report(parsed.runs, parsed.output))
+    return run_command(lambda: convert_for_tensorboard(parsed.run))
 
 
 def print_status(run: Path, *, as_json: bool) -> None:
@@ -39,3 +43,9 @@ def write_report(runs: Sequence[Path], output: Path | None) -> None:
     from train.report import report
 
     print(f"wrote {report(runs, output)}")
+
+
+def convert_for_tensorboard(run: Path) -> None:
+    from train.tensorboard import convert
+
+    print(f"wrote {convert(run)}: show it with `tensorboard --logdir {run}`")
