@@ -167,6 +167,9 @@ def test_a_run_leaves_what_it_promises(launched):
     every_line |= {"data_wait_fraction", "learning_rate", "grad_norm", "skipped_steps", "save_stall_seconds"}
     assert all(every_line <= line.keys() for line in lines)
     assert all(len(line["accuracy_per_slot"]) == 3 for line in lines)
+    readme = (ROOT / "README.md").read_text()
+    documented = {key.removesuffix("_half_width") for line in lines for key in line}
+    assert [key for key in documented if f"`{key}`" not in readme] == []
     evaluated = [line["step"] for line in lines if "heldout_acceptance_length" in line]
     assert evaluated == list(range(4, NUM_STEPS + 1, 4))
     assert {"heldout_loss", "heldout_accuracy_per_slot"} <= lines[-1].keys()
