@@ -67,6 +67,8 @@ help:
 	@echo "make train      all that is missing, then a drafter from the cache (continues an unfinished run)"
 	@echo "make stats      what a cache holds"
 	@echo "make verify     whether every byte of a cache is as it was written"
+	@echo "make status     what a run is doing now: alive, step, speed, what it waits for"
+	@echo "make report     how a run went: curves and figures in RUN/report.html"
 	@echo "make evaluate   live speculative decoding with the run's drafter: acceptance length, losslessness"
 	@echo "make test       the tests; make test-gpu: those for a GPU; make test-kernels: the kernels, on the CPU"
 	@echo "make lint       style"
@@ -168,6 +170,14 @@ stats: $(READY)
 .PHONY: verify
 verify: $(READY)
 	$(PYTHON) -m shards verify --deep $(CACHE)
+
+.PHONY: status
+status: $(READY)
+	@$(PYTHON) -m train status $(RUN)
+
+.PHONY: report
+report: $(READY)
+	$(PYTHON) -m train report $(RUN)
 
 .PHONY: evaluate
 evaluate: $(READY) $(EMBEDDED)

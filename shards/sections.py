@@ -19,6 +19,7 @@ from shards.config import (
 from shards.errors import UsageError
 
 LayerType = Literal["full_attention", "sliding_attention"]
+MAX_SECONDS = 1 << 30  # as good as never
 MAX_EPOCHS_OR_ROWS = 1 << 20  # of a run, of a step: far above any, and low enough to be counted out
 
 
@@ -123,14 +124,17 @@ class TrainConfig:
     log_every: int = 10
     eval_every: int = 500
     save_every: int = 500
-    keep_checkpoints: int = 2
+    save_seconds: int = 1800  # save at the first log interval after so long, too
+    keep_checkpoints: int = 2  # the newest ones, and besides them the best by held-out acceptance length
     max_bad_steps: int = 20  # so many non-finite steps in a row end the run
+    stall_seconds: int = 900  # a run that makes no step for so long ends, saying where it stands
     readahead_rows: int = 4  # per rank: rows that the kernel is asked for before they are needed
 
     def __post_init__(self) -> None:
         positive = ("num_anchors", "rows_per_micro_step", "lr", "eps", "clip_norm")
         every = ("log_every", "eval_every", "save_every", "keep_checkpoints", "max_bad_steps", "readahead_rows")
         require_positive(self, "train", *positive, *every)
+        require_positive(self, "train", "save_seconds", "stall_seconds", at_most=MAX_SECONDS)
         require_positive(self, "train", "rows_per_step", "epochs", at_most=MAX_EPOCHS_OR_ROWS)
         require_path("train.compile_cache", self.compile_cache)
         if self.max_steps is not None:

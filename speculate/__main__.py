@@ -65,7 +65,7 @@ def settings_of_config(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def latest_drafter(run: Path) -> Path:
-    from train.checkpoint import latest_checkpoint
+    from train.records import latest_checkpoint
 
     checkpoint = latest_checkpoint(run)
     if checkpoint is None:

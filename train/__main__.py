@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 
 from shards.errors import run_command
+from train.look import LOOKS, look
 from train.worker import work
 
 DESCRIPTION = "Train a DFlash drafter from a cache of the target's hidden states."
 EPILOG = """\
+python -m train status|report|tensorboard RUN: what a run is doing, and how it went; see their --help.
 Any configuration key can be overridden: python -m train --config F --cache DIR --run DIR train.lr=3e-4
 Exit codes: 0 trained; 1 the run failed or was interrupted (--resume continues); 2 wrong usage, nothing was written."""
 
@@ -23,6 +25,8 @@ INTERRUPTED = "interrupted before training began: nothing was lost"
 
 
 def main() -> int:
+    if sys.argv[1:2] and sys.argv[1] in LOOKS:
+        return look(sys.argv[1:])
     arguments = parse_arguments()
     if "TORCHELASTIC_RUN_ID" in os.environ and not (arguments.check or arguments.preflight):
         work(arguments)

@@ -1,17 +1,19 @@
-"""Checkpoints: directories written beside and renamed into place, with `latest` pointing at the newest.
+"""Checkpoints: directories written beside and renamed into place; `latest` points at the newest, `best` at the best.
 
 - checkpoints/step-N/model.safetensors, config.json: the drafter, as serving engines load it (bf16)
 - checkpoints/step-N/state/: what an exact continuation needs: masters, moments, their basis and checksums, counters
 
 Everything is unsharded, so a run continues on another number of ranks.
+The best by held-out acceptance length is kept however old it is.
 """
 
+import math
 import os
-import re
 import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import google_crc32c
 import torch
@@ -24,46 +26,74 @@ from shards.errors import CacheError, RunError
 from shards.manifest import check_seal, read_json, sealed
 from train.config import RunConfig
 from train.decode import basis
-from train.export import export_drafter
+from train.export import export_drafter, exported_config
+from train.records import BEST_LINK, CHECKPOINTS_DIRECTORY, LATEST_LINK, by_step
 from train.trainer import Trainer
 
-CHECKPOINTS_DIRECTORY = "checkpoints"
-LATEST_LINK = "latest"
 STATE_FILE = "state/state.safetensors"
 COUNTERS_FILE = "state/counters.json"
 CHECKSUMS = "crc32c"  # key of the counters file: of each tensor of the state file, hex. 36 GB of state take seconds
 BASIS = "basis"  # key of the state file's metadata: of the features that fc's masters and moments are for
 
 
-def save_checkpoint(run: Path, config: RunConfig, trainer: Trainer) -> Path:
-    """Write the checkpoint of the step that the trainer has reached, and drop old ones. Only the first rank calls."""
-    values = {name: int(counter) for name, counter in trainer.step.counters._asdict().items()}
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a checkpoint holds besides the large tensors: small, and no part of a device."""
+
+    counters: dict[str, int]
+    layout: dict[str, tuple[int, tuple[int, ...]]]  # of the masters: parameter → offset, shape
+    served_config: dict[str, Any]
+    is_best: bool  # by held-out acceptance length, so far
+
+    @classmethod
+    def of(cls, trainer: Trainer, config: RunConfig, *, is_best: bool) -> Self:
+        masters = trainer.flat.masters_by_name
+        return cls(
+            counters={name: int(counter) for name, counter in trainer.step.counters._asdict().items()},
+            layout={name: (master.storage_offset(), tuple(master.shape)) for name, master in masters.items()},
+            served_config=exported_config(config, trainer.head),
+            is_best=is_best,
+        )
+
+    @property
+    def step(self) -> int:
+        return self.counters["step"]
+
+    def masters_by_name(self, masters: Tensor) -> dict[str, Tensor]:
+        """Views of the flat masters."""
+        return {
+            name: masters[offset : offset + math.prod(shape)].view(shape)
+            for name, (offset, shape) in self.layout.items()
+        }
+
+
+def write_checkpoint(run: Path, config: RunConfig, state: dict[str, Tensor], contents: Contents) -> Path:
+    """Write the checkpoint of a step from its state, which is on the host, and drop old ones.
+
+    Only one process writes to a run.
+    """
     checkpoints = run / CHECKPOINTS_DIRECTORY
-    directory = checkpoints / f"step-{values['step']}"
-    if directory.exists():
-        return directory
-    _drop(checkpoints.glob(".step-*"))  # what a crash left
+    directory = checkpoints / f"step-{contents.step}"
     beside = checkpoints / f".{directory.name}"
     try:
-        (beside / "state").mkdir(parents=True)
-        export_drafter(beside, trainer.flat.masters_by_name, config, trainer.head)
-        state = {name: tensor.cpu() for name, tensor in trainer.flat.state().items()}
-        save_file(state, beside / STATE_FILE, metadata={BASIS: basis(config.cache.codec)})
-        checksums = {name: _checksum(tensor) for name, tensor in state.items()}
-        write_json(beside / COUNTERS_FILE, sealed({**values, CHECKSUMS: checksums}))
-        sync_tree(beside)
-        os.rename(beside, directory)
-        _point_latest_at(directory)
+        _drop(checkpoints.glob(".step-*"))  # what a crash left
+        if not directory.exists():
+            (beside / "state").mkdir(parents=True)
+            export_drafter(beside, contents.masters_by_name(state["masters"]), config, contents.served_config)
+            save_file(state, beside / STATE_FILE, metadata={BASIS: basis(config.cache.codec)})
+            checksums = {name: _checksum(tensor) for name, tensor in state.items()}
+            write_json(beside / COUNTERS_FILE, sealed({**contents.counters, CHECKSUMS: checksums}))
+            sync_tree(beside)
+            os.rename(beside, directory)
+        _point_at(directory, LATEST_LINK)
+        if contents.is_best:
+            _point_at(directory, BEST_LINK)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(beside, ignore_errors=True)
         raise RunError(f"{directory} could not be written: {error}; the checkpoints before it are intact") from error
-    _drop(_by_step(checkpoints)[: -config.train.keep_checkpoints])
+    best = (checkpoints / BEST_LINK).resolve().name
+    _drop(path for path in by_step(checkpoints)[: -config.train.keep_checkpoints] if path.name != best)
     return directory
-
-
-def latest_checkpoint(run: Path) -> Path | None:
-    """The newest checkpoint, or None when the run has none. `latest` is for people: a crash may leave it behind."""
-    return next(iter(reversed(_by_step(run / CHECKPOINTS_DIRECTORY))), None)
 
 
 def checkpoint_step(checkpoint: Path) -> int:
@@ -132,23 +162,18 @@ def _layout(tensor: Tensor) -> str:
 
 def _broken(checkpoint: Path, reason: str) -> RunError:
     """The error that says how to go on without `checkpoint`, the newest one."""
-    older = [other for other in _by_step(checkpoint.parent) if other != checkpoint]
+    older = [other for other in by_step(checkpoint.parent) if other != checkpoint]
     if not older:
         return RunError(f"{reason}; there is no other checkpoint: begin another run with --run")
     return RunError(f"{reason}; remove {checkpoint} to continue from {older[-1].name}")
 
 
-def _point_latest_at(directory: Path) -> None:
-    beside = directory.parent / f".{LATEST_LINK}.tmp"
+def _point_at(directory: Path, link: str) -> None:
+    beside = directory.parent / f".{link}.tmp"
     beside.unlink(missing_ok=True)
     beside.symlink_to(directory.name)
-    os.rename(beside, directory.parent / LATEST_LINK)
+    os.rename(beside, directory.parent / link)
     sync_directory(directory.parent)
-
-
-def _by_step(checkpoints: Path) -> list[Path]:
-    found = {path: re.fullmatch("step-([0-9]+)", path.name) for path in checkpoints.glob("step-*") if path.is_dir()}
-    return sorted((path for path, match in found.items() if match), key=lambda path: int(found[path][1]))
 
 
 def _drop(directories: Iterable[Path]) -> None:

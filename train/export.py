@@ -19,13 +19,15 @@ CONFIG_FILE = "config.json"
 FC_WEIGHT = "fc.weight"
 
 
-def export_drafter(directory: Path, masters: dict[str, Tensor], config: RunConfig, head: TargetHead) -> None:
-    """Write the drafter with these fp32 weights, in bf16, and its config into `directory`, which exists."""
+def export_drafter(
+    directory: Path, masters: dict[str, Tensor], config: RunConfig, served_config: dict[str, Any]
+) -> None:
+    """Write the drafter with these fp32 weights, in bf16, and its config.json into `directory`, which exists."""
     published = split_projections(to_target_basis(masters, config), config.drafter)
     tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in published.items()}
     check_exported(tensors, config)
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    (directory / CONFIG_FILE).write_text(json.dumps(exported_config(config, head), indent=2) + "\n", encoding="utf-8")
+    (directory / CONFIG_FILE).write_text(json.dumps(served_config, indent=2) + "\n", encoding="utf-8")
 
 
 def to_target_basis(masters: dict[str, Tensor], config: RunConfig) -> dict[str, Tensor]:

@@ -4,7 +4,9 @@ Measured twice: with each row's own context, and with the features of the next h
 and positions stay). The second is what the drafter knows without the target.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,15 +36,21 @@ class HeldoutResult:
         }
 
 
-def evaluate(step: HeldoutStep, feed: Feed, rows: range, ranks: Ranks, *, block_size: int) -> HeldoutResult | None:
-    """Evaluate the held-out `rows`, shared out over the ranks; None when there is nothing to predict in them."""
-    sums, accepted = _run_rows(step, feed, rows, ranks, block_size=block_size, shift=0)
+def evaluate(
+    step: HeldoutStep, feed: Feed, rows: range, ranks: Ranks, *, block_size: int, keep_alive: Callable[[], None]
+) -> HeldoutResult | None:
+    """Evaluate the held-out `rows`, shared out over the ranks; None when there is nothing to predict in them.
+
+    `keep_alive` is called time and again.
+    """
+    run_rows = partial(_run_rows, step, feed, rows, ranks, block_size=block_size, keep_alive=keep_alive)
+    sums, accepted = run_rows(shift=0)
     if not accepted:
         return None
     summary = summarise(sums, block_size)
     without = None
     if len(rows) > 1:
-        without = _interval(_run_rows(step, feed, rows, ranks, block_size=block_size, shift=1)[1])
+        without = _interval(run_rows(shift=1)[1])
     return HeldoutResult(
         loss=summary["loss"],
         acceptance_length=_interval(accepted),
@@ -52,7 +60,14 @@ def evaluate(step: HeldoutStep, feed: Feed, rows: range, ranks: Ranks, *, block_
 
 
 def _run_rows(
-    step: HeldoutStep, feed: Feed, rows: range, ranks: Ranks, *, block_size: int, shift: int
+    step: HeldoutStep,
+    feed: Feed,
+    rows: range,
+    ranks: Ranks,
+    *,
+    block_size: int,
+    keep_alive: Callable[[], None],
+    shift: int,
 ) -> tuple[list[float], list[tuple[float, int]]]:
     """Sums of the metrics, and of every document the total and the number of its blocks' accepted lengths.
 
@@ -67,6 +82,7 @@ def _run_rows(
         feature_rows = [rows[(index + shift) % len(rows)] for index in chunk]
         feed.load([rows[index] for index in chunk], epoch=0, feature_rows=feature_rows)
         step.run()
+        keep_alive()
         metrics.add(step.result)
         accepted += _by_document(step.result)
     ranks.sum_(metrics.sums)

@@ -21,9 +21,10 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from shards.errors import EXIT_FAILED, Interrupted, RunError
-from train.checkpoint import checkpoint_step, latest_checkpoint
+from train.checkpoint import checkpoint_step
 from train.interrupt import GRACE_S
 from train.ranks import EXIT_PEER_LOST
+from train.records import latest_checkpoint
 from train.worker import LAUNCHER_VARIABLE
 
 LOCALHOST = "127.0.0.1"
@@ -111,6 +112,8 @@ def _conclude(failures: Mapping[int, ProcessFailure], run: Path, *, was_asked_to
 
 
 def _describe_end(exitcode: int) -> str:
+    if exitcode == EXIT_FAILED:  # any other end with it leaves a word
+        return "made no step for train.stall_seconds, where it stood is said above"
     if exitcode >= 0:
         return f"ended with exit code {exitcode}"
     return ENDS.get(-exitcode, f"was ended by {signal.Signals(-exitcode).name}")

@@ -46,6 +46,18 @@ def _claim(run: Path) -> IO[bytes]:
     return file
 
 
+def holder(run: Path) -> str | None:
+    """Who trains in `run` now, None if nobody does. Writes nothing."""
+    try:
+        with open(run / LOCK_FILE, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return (run / LOCK_FILE).read_text(encoding="utf-8") or "another process"
+    except OSError:  # there is no lock, or this file system has none
+        return None
+    return None
+
+
 def refuse_if_locked(run: Path) -> None:
     """Raise UsageError if a training run has `run` now. Writes nothing."""
     path = run / LOCK_FILE

@@ -4,6 +4,7 @@ Every tensor of a kind lies in one buffer, so reduction, norm, clipping and upda
 checkpoint is three tensors. A step without weight or with a non-finite gradient changes nothing and is counted.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,16 @@ from train.graph import fused
 from train.linear import GradientSum, Linear
 
 ALIGNMENT = 128  # elements: parameters start at addresses that matrix kernels like
+STATE_NAMES = ("masters", "first_moments", "second_moments")  # what a checkpoint holds in full
+
+
+def flat_length(parameters: Iterable[Tensor]) -> int:
+    """Elements of one flat buffer for tensors of these shapes."""
+    return sum(_aligned(parameter.numel()) for parameter in parameters)
+
+
+def _aligned(num_elements: int) -> int:
+    return -(-num_elements // ALIGNMENT) * ALIGNMENT
 
 
 class FlatParameters:
@@ -31,7 +42,7 @@ class FlatParameters:
         offsets, end = [], 0
         for parameter in parameters:
             offsets.append(end)
-            end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            end += _aligned(parameter.numel())
         self.masters = torch.zeros(end, dtype=torch.float32, device=device)
         self.weights = self.masters if dtype == torch.float32 else torch.zeros(end, dtype=dtype, device=device)
         self.accumulates = accumulates
@@ -81,11 +92,7 @@ class FlatParameters:
                 linear.refresh_float8()
 
     def state(self) -> dict[str, Tensor]:
-        return {
-            "masters": self.masters,
-            "first_moments": self.first_moments,
-            "second_moments": self.second_moments,
-        }
+        return {name: getattr(self, name) for name in STATE_NAMES}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,8 @@ from typing import Any
 
 import tqdm
 
+from train.records import name_rows
+
 
 class Progress:
     """Silent unless `enabled` (one rank speaks)."""
@@ -45,6 +47,8 @@ class Progress:
             parts.insert(3, f"held-out τ {line['heldout_acceptance_length']:.3f}")
         if line["skipped_steps"]:
             parts.append(f"skipped {line['skipped_steps']}")
+        if "bad_step" in line:
+            parts.append(f"not finite: step {line['bad_step']}, {name_rows(line['bad_rows'])}")
         parts.append(f"ETA {tqdm.tqdm.format_interval(seconds_left)}")
         self.say("  ".join(parts))
 

@@ -6,6 +6,7 @@ Everything that can be refused was refused by the launcher (train/__main__.py); 
 import os
 import time
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ import torch
 from torch import Tensor
 
 from shards.errors import RunError
-from shards.manifest import Manifest
 from shards.reader import CacheReader
-from train.checkpoint import load_checkpoint, save_checkpoint
+from train.checkpoint import load_checkpoint
 from train.config import RunConfig
 from train.feed import Feed
 from train.heldout import evaluate
@@ -26,16 +26,20 @@ from train.order import RowOrder
 from train.progress import Progress
 from train.ranks import Ranks
 from train.readahead import Readahead, file_cache_bytes
+from train.records import best_acceptance_length, name_rows, read_metrics
 from train.rundir import MetricsLog, record_config
 from train.runtime import compute_on_one_thread_deterministically
+from train.saver import Saver
 from train.step import TrainStep
 from train.target_head import TargetHead
 from train.trainer import DTYPES, Trainer
+from train.watchdog import expect_a_step_within, rest
 
 
 def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) -> None:
     """Train from `checkpoint`, or from the beginning; raises RunError when the run can't go on or is interrupted."""
     compute_on_one_thread_deterministically()
+    saver = Saver(run, config) if os.environ["RANK"] == "0" else None  # a fork: before there are threads, and CUDA
     ranks = Ranks.join()
     reader = CacheReader(cache)
     plan = reader.manifest.plan
@@ -63,12 +67,10 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
         num_rows=config.train.readahead_rows,
         memory_bytes=file_cache_bytes(),
     )
+    if saver and ranks.device.type == "cuda":
+        saver.page_lock()
     log: MetricsLog | None = None
-
-    def save() -> None:
-        if ranks.is_first:
-            save_checkpoint(run, config, trainer)
-        ranks.barrier()
+    best = best_acceptance_length(line for line in read_metrics(run) if line["step"] <= first_step)
 
     heldout_rows = range(plan.num_train_rows, plan.num_rows)
     interrupt = Interrupt(ranks)
@@ -79,6 +81,8 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
     ):
         progress.say(f"training on {describe(ranks)}: steps {first_step}..{num_steps}, run {run}")
         clock = IntervalClock(first_step)
+        keep_alive = partial(expect_a_step_within, config.train.stall_seconds)
+        keep_alive()
         for k in range(first_step, num_steps):
             micro_steps = order.micro_steps(
                 k,
@@ -91,6 +95,7 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
                 trainer.step.micro_step(i)
                 feed.wait.finish_step()
                 readahead.advance(micro_rows)
+            keep_alive()
             done = k + 1
             is_last = done == num_steps
             must_stop = interrupt.agreed()
@@ -99,37 +104,52 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
 
             ranks.wait_for_device()
             line = read_interval(config, trainer.step, ranks, order, done, clock, feed)
-            num_bad = int(trainer.step.counters.num_bad_in_a_row)
-            if num_bad >= config.train.max_bad_steps:
-                raise RunError(
-                    f"the last {num_bad} steps up to step {done} had a loss or gradient that is "
-                    f"not finite, and train.max_bad_steps is {config.train.max_bad_steps}; {run} keeps its checkpoints"
-                )
+            line["save_stall_seconds"] = saver.take_stall() if saver else 0.0
+            end_if_bad(config, trainer.step, line, run)
+            trainer.step.faults.reset()
+            is_best = False
             if is_last or done % config.train.eval_every == 0:
-                block_size = config.drafter.block_size
-                heldout = evaluate(trainer.heldout_step, feed, heldout_rows, ranks, block_size=block_size)
+                heldout = evaluate(
+                    trainer.heldout_step,
+                    feed,
+                    heldout_rows,
+                    ranks,
+                    block_size=config.drafter.block_size,
+                    keep_alive=keep_alive,
+                )
                 line |= heldout.to_json() if heldout else {}
+                is_best = heldout is not None and heldout.acceptance_length.mean > best
+                best = max(best, best_acceptance_length([line]))
             if ranks.is_first:
                 # Only now: a run that can't take its first steps leaves nothing behind.
-                log = log or begin_log(run, config, reader.manifest, first_step=first_step)
+                log = log or begin_log(run, config, reader, first_step=first_step)
                 log.append(line)
             progress.log(line, seconds_per_step=clock.seconds_per_step)
-            if is_last or must_stop or done % config.train.save_every == 0:
-                save()
+            if saver:
+                saver.check()
+                if is_last or must_stop or is_best or saver.is_due(done):
+                    saver.save(trainer, ranks, is_best=is_best, say=progress.say)
+                if is_last or must_stop:
+                    saver.finish()
             if must_stop and not is_last:
+                ranks.barrier()  # until all is on the disk
                 interrupt.ignore_from_now_on()
                 raise RunError(
                     f"interrupted at step {done} of {num_steps}, saved in {run}: `make train` or --resume continues"
                 )
+            keep_alive()
             feed.wait.take()  # evaluation and saving are no part of the interval
             clock.restart(done)
+    ranks.barrier()
+    rest()
     interrupt.ignore_from_now_on()
     reader.close()
-    ranks.barrier()
+    if saver:
+        saver.close()
 
 
-def begin_log(run: Path, config: RunConfig, manifest: Manifest, *, first_step: int) -> MetricsLog:
-    record_config(run, config, manifest)
+def begin_log(run: Path, config: RunConfig, reader: CacheReader, *, first_step: int) -> MetricsLog:
+    record_config(run, config, reader.manifest, reader.cache)
     return MetricsLog(run, first_step=first_step)
 
 
@@ -152,7 +172,19 @@ def read_interval(
         "learning_rate": float(step.schedule.learning_rate(step.counters.step - 1)),
         "grad_norm": finite_or_none(step.grad_norm),
         "skipped_steps": int(step.counters.num_bad + step.counters.num_empty),
+        **step.faults.read(ranks, order),
     }
+
+
+def end_if_bad(config: RunConfig, step: TrainStep, line: dict[str, Any], run: Path) -> None:
+    """Raise RunError after train.max_bad_steps in a row that were not finite."""
+    num_bad = int(step.faults.most_in_a_row)
+    if num_bad >= config.train.max_bad_steps:
+        raise RunError(
+            f"{num_bad} steps in a row up to step {line['step']} had a loss or gradient that is not finite, step "
+            f"{line['bad_step']} with {name_rows(line['bad_rows'])} of the cache, and train.max_bad_steps is "
+            f"{config.train.max_bad_steps}; {run} keeps its checkpoints"
+        )
 
 
 def finite_or_none(value: Tensor) -> float | None:

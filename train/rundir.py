@@ -15,14 +15,23 @@ from typing import Any
 
 from shards.config import shown, to_json
 from shards.durable import write_json
-from shards.errors import RunError, UsageError, reason
+from shards.errors import RunError, UsageError
 from shards.manifest import Manifest
-from train.checkpoint import CHECKPOINTS_DIRECTORY, LATEST_LINK, latest_checkpoint
 from train.config import RunConfig
 from train.lock import LOCK_FILE
+from train.order import RowOrder
+from train.records import (
+    CACHE_KEY,
+    CHECKPOINTS_DIRECTORY,
+    LATEST_LINK,
+    METRICS_FILE,
+    NUM_STEPS_KEY,
+    RUN_CONFIG_FILE,
+    latest_checkpoint,
+    read_metrics,
+    read_recorded,
+)
 
-RUN_CONFIG_FILE = "config.json"
-METRICS_FILE = "metrics.jsonl"
 # What may differ between a run and its continuation: nothing here changes what is learned.
 MAY_CHANGE = {
     "target.path",
@@ -32,15 +41,16 @@ MAY_CHANGE = {
     "train.log_every",
     "train.eval_every",
     "train.save_every",
+    "train.save_seconds",
     "train.keep_checkpoints",
     "train.readahead_rows",
     "train.max_bad_steps",
+    "train.stall_seconds",
     "train.capture",
     "train.recompute",
     "train.compile_cache",
 }
 LENGTH = ("train.epochs", "train.max_steps")
-Loss = float | int | None  # in a line of metrics: None where nothing was counted
 
 
 def begin_or_continue(run: Path, config: RunConfig, manifest: Manifest | None, *, resume: bool) -> Path | None:
@@ -54,7 +64,7 @@ def begin_or_continue(run: Path, config: RunConfig, manifest: Manifest | None, *
         return None
     if not resume:
         raise UsageError(f"{run} is not empty: --resume continues the run in it, --run names another directory")
-    recorded = _read_recorded(run)
+    recorded = read_recorded(run)
     for key, value in record(config, manifest).items():
         begun = recorded.get(key)
         if key not in MAY_CHANGE and begun != value:
@@ -96,18 +106,18 @@ def _is_leftover(name: str) -> bool:
 def _had_checkpoint(run: Path, recorded: dict[str, Any], lines: list[dict[str, Any]]) -> bool:
     """Whether a checkpoint was saved; a run that was killed before its first one begins again.
 
-    The line of a step is written before its checkpoint is.
+    The line of a step is written before its checkpoint is begun, and a checkpoint before the next one is.
     """
     save_every = recorded.get("train.save_every")
-    is_past_first = bool(lines) and (not isinstance(save_every, int) or lines[-1]["step"] > save_every)
+    is_past_first = bool(lines) and (not isinstance(save_every, int) or lines[-1]["step"] > 2 * save_every)
     return is_past_first or (run / CHECKPOINTS_DIRECTORY / LATEST_LINK).is_symlink()
 
 
-def record_config(run: Path, config: RunConfig, manifest: Manifest) -> None:
+def record_config(run: Path, config: RunConfig, manifest: Manifest, cache: Path) -> None:
     path = run / RUN_CONFIG_FILE
     with writing(path):
         run.mkdir(parents=True, exist_ok=True)
-        write_json(path, record(config, manifest))
+        write_json(path, {CACHE_KEY: str(cache.absolute()), **record(config, manifest)})
 
 
 @contextmanager
@@ -123,22 +133,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def record(config: RunConfig, manifest: Manifest | None) -> dict[str, Any]:
-    """What makes a run what it is: the whole configuration, and of what its cache was made, in which rows."""
-    identity = to_json(manifest.identity) | {"plan": manifest.plan_hash} if manifest else {}
-    return flatten(config) | {f"identity.{key}": value for key, value in identity.items()}
-
-
-def _read_recorded(run: Path) -> dict[str, Any]:
-    path = run / RUN_CONFIG_FILE
-    if not path.exists():
-        raise UsageError(f"{run} is not empty and holds no run: it has no {RUN_CONFIG_FILE}; --run names another")
-    try:
-        recorded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {reason(error)}; --run names another directory") from None
-    if not isinstance(recorded, dict):
-        raise UsageError(f"{path} is not the configuration of a run; --run names another directory")
-    return recorded
+    """What makes a run what it is: the whole configuration and, of its cache, of what and in which rows it is."""
+    if manifest is None:
+        return flatten(config)
+    identity = to_json(manifest.identity) | {"plan": manifest.plan_hash}
+    num_steps = RowOrder.of(config, manifest.plan).num_steps(config.train)
+    return flatten(config) | {NUM_STEPS_KEY: num_steps} | {f"identity.{key}": v for key, v in identity.items()}
 
 
 def flatten(config: RunConfig) -> dict[str, Any]:
@@ -161,26 +161,3 @@ class MetricsLog:
     def append(self, line: dict[str, Any]) -> None:
         with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
-
-
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """All whole lines of a run's metrics; a last line that was cut short by a crash is left out."""
-    path = run / METRICS_FILE
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {reason(error)}; --run names another directory") from None
-    return [_parse_line(line, f"{path} line {i}") for i, line in enumerate(lines[:-1], start=1)]
-
-
-def _parse_line(text: str, where: str) -> dict[str, Any]:
-    """A line of metrics, with the two keys that are read again in their types."""
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        line = None
-    if not isinstance(line, dict) or type(line.get("step")) is not int or not isinstance(line.get("loss", ""), Loss):
-        raise UsageError(f"{where} is no line of metrics: {text[:40]!r}; remove it, or name another run directory")
-    return line

@@ -16,6 +16,7 @@ from train.blocks import Blocks, accepted_lengths, build_blocks, slot_weights
 from train.config import RunConfig
 from train.decode import decode_features
 from train.drafter import Drafter
+from train.faults import Faults
 from train.graph import prepare
 from train.head import head_loss
 from train.metrics import Metrics
@@ -134,6 +135,7 @@ class TrainStep:
         self.counters = Counters.zeros(device)
         self.sums = torch.zeros(2, device=device)  # Σ w·CE and Σ w of the step, fp32
         self.metrics = Metrics(config.drafter.block_size, device)
+        self.faults = Faults(config.train.rows_per_micro_step, device)
         self.grad_norm = torch.zeros((), device=device)
         capture = config.train.capture
         if self.num_micro_steps == 1:
@@ -144,6 +146,7 @@ class TrainStep:
         for counter in self.counters:  # warming up counted steps on empty rows
             counter.zero_()
         self.metrics.reset()
+        self.faults.reset()
 
     def micro_step(self, index: int) -> None:
         """Run micro-step `index` of the step on the rows that are staged; the last one also updates."""
@@ -164,6 +167,7 @@ class TrainStep:
         self.flat.add_gradients(result.loss_sum)
         self.sums += torch.stack((result.loss_sum.detach(), result.weight_sum))
         self.metrics.add(result)
+        self.faults.note_loss(result.loss_sum.detach(), self.block_pass.rows.row_ids_R, self.counters)
 
     def _update_weights(self) -> None:
         self.ranks.sum_(self.flat.gradients)
@@ -179,6 +183,7 @@ class TrainStep:
             clip_norm=settings.clip_norm,
         )
         self.grad_norm.copy_(norm)
+        self.faults.note_step(self.counters)
         if self.flat.accumulates:
             self.flat.gradients.zero_()
         self.sums.zero_()

@@ -6,7 +6,6 @@ in graphs the orderly end of the process group would hang.
 
 import argparse
 import contextlib
-import ctypes
 import faulthandler
 import json
 import os
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from shards.errors import EXIT_FAILED, EXPECTED_ERRORS, CacheError, RunError
+from train.parent import end_with_parent
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LAUNCHER_VARIABLE = "DFLASH_LAUNCHER"  # its process id; torchrun sets none
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # set by torch's agent, our launcher's or torchrun's
 
@@ -42,9 +41,7 @@ def end_with_launcher() -> None:
     """Have the kernel send SIGTERM when the parent process dies, however it does: no worker outlives its job."""
     for number in (signal.SIGTERM, signal.SIGINT):  # until there is something to save
         signal.signal(number, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.environ.get(LAUNCHER_VARIABLE, str(os.getppid())) != str(os.getppid()):
-        os._exit(EXIT_FAILED)  # it was dead before the kernel was told
+    end_with_parent(int(os.environ.get(LAUNCHER_VARIABLE, os.getppid())), signal.SIGTERM)
 
 
 def run_rank(arguments: argparse.Namespace) -> None:

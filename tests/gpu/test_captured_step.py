@@ -16,6 +16,7 @@ from shards.sections import DrafterConfig, TrainConfig
 from train.config import RunConfig
 from train.decode import decode_features
 from train.graph import CapturedFunction
+from train.order import RowOrder
 from train.runtime import compute_on_one_thread_deterministically, quiet_thread_starters
 from train.trainer import Trainer
 
@@ -172,6 +173,18 @@ def test_more_replays_read_and_wait_no_more(trainer: Trainer) -> None:
 
     reads_and_waits(1)  # its first use has work of its own
     assert reads_and_waits(20) == reads_and_waits(1)
+
+
+def test_a_replay_that_is_not_finite_names_its_row(device: torch.device) -> None:
+    trainer = fresh_trainer(small_config(), device)
+    order = RowOrder(num_rows=9, rows_per_step=1, seed=0)
+    for seed in (3, 4, 5):
+        fill_rows(trainer.rows, [EXTREME_ROWS["ordinary"]], VOCAB_SIZE, seed=seed)
+        if seed == 4:
+            trainer.rows.codes_RKTC.view(torch.bfloat16)[0, 0, 7, 5] = torch.inf
+        trainer.step.micro_step(0)
+    assert trainer.step.faults.read(trainer.step.ranks, order) == {"bad_step": 2, "bad_rows": [4]}
+    assert int(trainer.step.counters.num_updates) == 2
 
 
 def test_memory_is_flat(trainer: Trainer) -> None:

@@ -71,10 +71,12 @@ def write_cache(
     rows_per_shard: int = 4,
     num_different_tokens: int = 39,
     head_value: float | None = None,
+    bad_row: int | None = None,
 ) -> Path:
     """A whole cache with these document lengths in its rows; one token in ten is left out of the loss.
 
-    Tokens are drawn from the first `num_different_tokens`. `head_value` takes the place of one weight of the head.
+    Tokens are drawn from the first `num_different_tokens`. `head_value` takes the place of one weight of the head;
+    the features of `bad_row` are more than can be computed with.
     """
     rows = [*train_rows, *heldout_rows]
     arrays = _plan_arrays(rows, len(train_rows), num_different_tokens)
@@ -104,7 +106,7 @@ def write_cache(
         _write_head(staging, config, head_value)
         manifest = publish_cache(cache, staging, manifest)
     for shard in range(plan.num_shards):
-        write_shard(cache, manifest, shard, _shard_rows(manifest, arrays, shard))
+        write_shard(cache, manifest, shard, _shard_rows(manifest, arrays, shard, bad_row))
     assert mark_complete(cache, manifest)
     return cache
 
@@ -127,13 +129,15 @@ def _plan_arrays(rows: Sequence[Sequence[int]], num_train_rows: int, num_differe
     )
 
 
-def _shard_rows(manifest: Manifest, arrays: PlanArrays, shard: int) -> ShardRows:
+def _shard_rows(manifest: Manifest, arrays: PlanArrays, shard: int, bad_row: int | None) -> ShardRows:
     row_ids = manifest.plan.shard_rows(shard)
     rows = [arrays.row_arrays(row, manifest.cache.row_tokens) for row in row_ids]
     slots = {name: np.stack([getattr(row, name) for row in rows]) for name in vars(rows[0])}
     hidden, scales = {}, {}
     for layer in manifest.cache.layers:
         values = np.stack([random_features(manifest, row, layer) for row in row_ids])
+        if bad_row in row_ids:
+            values[row_ids.index(bad_row)] = 3e38  # finite, as a cache must be; a product with it is not
         encoded = CODECS[manifest.cache.codec].encode(np.where(slots["document_ids"][..., None] >= 0, values, 0))
         hidden[layer] = encoded.codes
         if encoded.scales is not None:

@@ -19,13 +19,14 @@ from tests.train.caches import write_config
 from train.checkpoint import (
     COUNTERS_FILE,
     STATE_FILE,
+    Contents,
     checkpoint_step,
-    latest_checkpoint,
     load_checkpoint,
-    save_checkpoint,
+    write_checkpoint,
 )
 from train.config import RunConfig
 from train.ranks import Ranks
+from train.records import latest_checkpoint
 from train.target_head import TargetHead
 from train.trainer import Trainer
 
@@ -49,6 +50,10 @@ def new_trainer(config: RunConfig, *, step: int = 0) -> Trainer:
     for i, counter in enumerate(trainer.step.counters):
         counter.fill_(step + i)
     return trainer
+
+
+def save_checkpoint(run: Path, config: RunConfig, trainer: Trainer, *, is_best: bool = False) -> Path:
+    return write_checkpoint(run, config, trainer.flat.state(), Contents.of(trainer, config, is_best=is_best))
 
 
 @pytest.fixture(params=["fp32", "bf16"])
@@ -88,6 +93,18 @@ def test_the_newest_are_kept_and_latest_points_at_the_last(config, tmp_path):
     checkpoints = tmp_path / "run/checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-10", "step-100"]
     assert (checkpoints / "latest").readlink() == Path("step-100")
+
+
+def test_the_best_is_kept_besides_them(config, tmp_path):
+    config = replace(config, train=replace(config.train, keep_checkpoints=1))
+    checkpoints = tmp_path / "run/checkpoints"
+    found = []
+    for step, is_best in ((8, True), (9, False), (10, False), (11, True), (12, False)):
+        save_checkpoint(tmp_path / "run", config, new_trainer(config, step=step), is_best=is_best)
+        found.append(sorted(path.name for path in checkpoints.glob("step-*")))
+    assert found == [["step-8"], ["step-8", "step-9"], ["step-10", "step-8"], ["step-11"], ["step-11", "step-12"]]
+    assert (checkpoints / "best").readlink() == Path("step-11")
+    assert latest_checkpoint(tmp_path / "run").name == "step-12"
 
 
 def test_leftovers_of_a_crash_are_no_checkpoint_and_do_no_harm(config, tmp_path):

@@ -12,7 +12,7 @@ from shards.config import CacheConfig, DataConfig, TargetConfig
 from shards.sections import DrafterConfig, TrainConfig
 from train.config import RunConfig
 from train.drafter import Drafter, split_projections
-from train.export import check_exported, export_drafter
+from train.export import check_exported, export_drafter, exported_config
 from train.target_head import TargetHead
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -60,7 +60,7 @@ def export(directory: Path, *, head: TargetHead = PLAIN_HEAD, **drafter: object)
     config = replace(BASE, drafter=replace(BASE.drafter, **drafter))
     module = Drafter(config.drafter, 24)
     module.init_weights(0)
-    export_drafter(directory, module.state_dict(), config, head)
+    export_drafter(directory, module.state_dict(), config, exported_config(config, head))
     return json.loads((directory / "config.json").read_text()), module
 
 

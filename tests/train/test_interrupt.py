@@ -140,6 +140,27 @@ def test_the_death_of_a_rank_ends_the_job_and_is_told(
     assert not any(line.startswith("error:") for line in trace)
 
 
+def test_a_rank_that_hangs_ends_the_job_and_every_stack_is_shown(workspace: Path, tmp_path: Path) -> None:
+    """One rank is halted, so the other waits for it. When that one has ended, the launcher ends the halted one."""
+    run = tmp_path / "run"
+    launcher = start_two_ranks(workspace, run, "train.stall_seconds=2")
+    watch(launcher)
+    waiting, halted = children(launcher)
+    os.kill(halted, signal.SIGSTOP)
+    while not launcher.stderr.readline().startswith(b"Timeout"):
+        pass
+    wait_until(lambda: not os.path.exists(f"/proc/{waiting}/cwd"))  # it is gone, or a zombie
+    os.kill(halted, signal.SIGCONT)
+    _, errors = finish(launcher, code=1)
+    *stacks, sentence = errors.splitlines()
+    step = latest(run).name.removeprefix("step-")
+    assert sentence.removeprefix("error: rank ")[2:] == (
+        "made no step for train.stall_seconds, where it stood is said above: `make train` or --resume continues "
+        f"from step {step}"
+    )
+    assert any("in sum_" in line or "in all_reduce" in line for line in stacks)
+
+
 def test_a_rank_that_is_killed_before_anything_was_saved(workspace: Path, tmp_path: Path) -> None:
     launcher = start_two_ranks(workspace, tmp_path / "run", *ENDLESS)
     read_until(launcher, "training on")

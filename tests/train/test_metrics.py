@@ -132,7 +132,7 @@ def trainer(reader, tmp_path_factory) -> Trainer:
 def test_heldout_evaluation_pools_all_blocks_with_and_without_their_context(reader, trainer):
     """Three held-out rows in runs of two: the last run is half empty. Row r's stand-in features are row r+1's."""
     feed = Feed(reader, (1, 4), trainer.rows)
-    found = evaluate(trainer.heldout_step, feed, ROWS, CPU, block_size=4)
+    found = evaluate(trainer.heldout_step, feed, ROWS, CPU, block_size=4, keep_alive=lambda: None)
 
     losses, weights, accepted, accepted_without = 0.0, 0.0, [], []
     for i, row in enumerate(ROWS):
@@ -154,10 +154,12 @@ def test_heldout_evaluation_pools_all_blocks_with_and_without_their_context(read
 
 def test_heldout_evaluation_gives_the_same_numbers_again(reader, trainer):
     feed = Feed(reader, (1, 4), trainer.rows)
-    first, second = (evaluate(trainer.heldout_step, feed, ROWS, CPU, block_size=4) for _ in range(2))
+    first, second = (
+        evaluate(trainer.heldout_step, feed, ROWS, CPU, block_size=4, keep_alive=lambda: None) for _ in range(2)
+    )
     assert first == second
 
 
 def test_without_heldout_rows_there_is_no_result(reader, trainer):
     feed = Feed(reader, (1, 4), trainer.rows)
-    assert evaluate(trainer.heldout_step, feed, range(0), CPU, block_size=4) is None
+    assert evaluate(trainer.heldout_step, feed, range(0), CPU, block_size=4, keep_alive=lambda: None) is None

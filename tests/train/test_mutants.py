@@ -29,11 +29,12 @@ from torch import Tensor
 from benchmarks.random_target import MASK_ID, TargetShape, make_random_target
 from shards.reader import CacheReader
 from train.blocks import Blocks, build_blocks
-from train.checkpoint import latest_checkpoint, load_checkpoint
+from train.checkpoint import load_checkpoint
 from train.config import RunConfig
 from train.feed import Feed
 from train.heldout import evaluate
 from train.ranks import Ranks
+from train.records import latest_checkpoint
 from train.run import train
 from train.target_head import TargetHead
 from train.trainer import Trainer
@@ -157,7 +158,9 @@ def score(config: RunConfig, cache: Path, run: Path) -> tuple[float, float]:
         plan = reader.manifest.plan
         feed = Feed(reader, config.drafter.target_layer_ids, trainer.rows)
         rows = range(plan.num_train_rows, plan.num_rows)
-        result = evaluate(trainer.heldout_step, feed, rows, ranks, block_size=config.drafter.block_size)
+        result = evaluate(
+            trainer.heldout_step, feed, rows, ranks, block_size=config.drafter.block_size, keep_alive=lambda: None
+        )
     return result.acceptance_length.mean, result.acceptance_length_without_context.mean
 
 

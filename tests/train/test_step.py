@@ -15,6 +15,7 @@ from tests.train.caches import TRAIN_ROWS, write_config
 from tests.train.rows import Row, pack, stack
 from train.config import RunConfig
 from train.drafter import split_projections
+from train.order import RowOrder
 from train.ranks import Ranks
 from train.staging import StagedRows
 from train.step import BlockPass
@@ -208,6 +209,8 @@ def test_a_row_that_is_not_finite_is_a_counted_no_op(config, rows, value):
     for name, tensor in trainer.flat.state().items():
         assert torch.equal(tensor, before[name]), name
     assert (trainer.step.counters.num_bad, trainer.step.counters.num_bad_in_a_row) == (1, 1)
+    order = RowOrder(num_rows=len(rows), rows_per_step=2, seed=SEED)
+    assert trainer.step.faults.read(CPU, order) == {"bad_step": 2, "bad_rows": [100, 101]}
     stage(trainer.rows, config, rows, [0, 1])
     trainer.step.micro_step(0)
     assert (trainer.step.counters.num_updates, trainer.step.counters.num_bad_in_a_row) == (2, 0)

@@ -14,9 +14,9 @@ import pytest
 
 from shards.manifest import Manifest
 from tests.train.caches import CONFIG, write_cache, write_config
-from tests.train.test_checkpoint import new_trainer
+from tests.train.test_checkpoint import new_trainer, save_checkpoint
 from train.__main__ import main
-from train.checkpoint import STATE_FILE, save_checkpoint
+from train.checkpoint import STATE_FILE
 from train.config import RunConfig
 from train.rundir import begin_or_continue, record_config
 
@@ -265,14 +265,14 @@ ANOTHER_RUN = {  # override → what the sentence must say
 
 @pytest.mark.parametrize("setting", ANOTHER_RUN)
 def test_a_run_is_not_continued_with_another_config(capsys, copied, setting):
-    record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache"))
+    begin_run(copied)
     check_refused(capsys, copied, ANOTHER_RUN[setting], setting, "--resume")
 
 
 def test_a_run_is_not_continued_on_a_cache_of_other_data(capsys, copied):
     manifest = Manifest.read(copied / "cache")
     other = replace(manifest, identity=replace(manifest.identity, data="0" * 64))
-    record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), other)
+    record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), other, copied / "cache")
     check_refused(capsys, copied, "was begun with identity.data = ", "--resume")
 
 
@@ -323,7 +323,8 @@ def test_a_damaged_run_config_is_refused(capsys, copied):
 def begin_run(workspace: Path, metrics: bytes = b"") -> Path:
     """What a run that was killed before its first checkpoint leaves."""
     run = workspace / "run"
-    record_config(run, RunConfig.load(workspace / "tiny.toml"), Manifest.read(workspace / "cache"))
+    cache = workspace / "cache"
+    record_config(run, RunConfig.load(workspace / "tiny.toml"), Manifest.read(cache), cache)
     (run / "metrics.jsonl").write_bytes(metrics)
     return run
 
@@ -339,8 +340,8 @@ def test_damaged_metrics_are_refused(capsys, copied, line):
 
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(capsys, copied):
     """The configuration saves every 2 steps, and the line of a step comes before its checkpoint."""
-    run = begin_run(copied, b'{"step": 2, "loss": 1.0}\n{"step": 3, "loss": 1.0}\n')
-    check_refused(capsys, copied, "has metrics up to step 3 and its checkpoints are gone", "--resume")
+    run = begin_run(copied, b'{"step": 4, "loss": 1.0}\n{"step": 5, "loss": 1.0}\n')
+    check_refused(capsys, copied, "has metrics up to step 5 and its checkpoints are gone", "--resume")
     (run / "metrics.jsonl").unlink()
     (run / "checkpoints").mkdir()
     (run / "checkpoints/latest").symlink_to("step-2")
@@ -360,7 +361,7 @@ def test_a_broken_checkpoint_is_one_sentence_from_the_launcher(capsys, copied):
     assert snapshot(copied) == before
 
 
-@pytest.mark.parametrize("metrics", [b"", b'{"step": 2, "loss": null}\n{"step": 3, "lo'])
+@pytest.mark.parametrize("metrics", [b"", b'{"step": 4, "loss": null}\n{"step": 5, "lo'])
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(copied, metrics):
     run = begin_run(copied, metrics)
     config, manifest = RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache")
@@ -393,7 +394,9 @@ def test_a_preflight_refuses_what_training_would_refuse_before_there_is_a_cache(
     capsys, copied, monkeypatch, arguments, said
 ):
     monkeypatch.chdir(copied)
-    record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache"))
+    record_config(
+        copied / "run", RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache"), copied / "cache"
+    )
     shutil.rmtree(copied / "cache")
     check_refused(capsys, copied, said, "--resume", "--preflight", *arguments)
 
