@@ -70,6 +70,7 @@ setup: $(READY)
 	.venv/bin/python -m pip install --quiet --upgrade pip
 	.venv/bin/python -m pip install $(QUIET) torch==$(TORCH)
 	.venv/bin/python -m pip install --quiet --group run --group test
+	.venv/bin/python -m pip install --quiet --no-deps --group client
 	@rm -f .venv/.ready-*
 	@touch $@
 
@@ -82,6 +83,7 @@ complete-environment:
 		"the build for your machine there, or leave PYTHON= out" >&2; exit 1; }
 	@$(PYTHON) -m pip install --quiet 'pip>=25.1'
 	$(PYTHON) -m pip install --quiet --group run --group test
+	$(PYTHON) -m pip install --quiet --no-deps --group client
 
 .PHONY: embedded
 embedded: $(READY)

@@ -31,9 +31,13 @@ class BlockDrafter:
         self.context = [_append(*pair) for pair in zip(self.context, new, strict=True)] if self.context else new
         self.num_context_tokens = num_tokens
 
-    @torch.inference_mode()
     def propose(self, anchor_token_id: int, num_drafted: int) -> list[int]:
         """Greedy tokens for the `num_drafted` slots after the anchor, which is the token after the context."""
+        return self.logits(anchor_token_id, num_drafted).argmax(dim=-1).tolist()
+
+    @torch.inference_mode()
+    def logits(self, anchor_token_id: int, num_drafted: int) -> Tensor:
+        """Of those slots, fp32 [num_drafted, V]."""
         device = self.head.embed_tokens_VH.device
         block_B = torch.tensor([anchor_token_id] + [self.mask_token_id] * num_drafted, device=device)
         hidden_RNBH = self.drafter(
@@ -43,13 +47,12 @@ class BlockDrafter:
             torch.zeros(1, 1, dtype=torch.int32, device=device),
             torch.full((1, 1), self.num_context_tokens, dtype=torch.int32, device=device),
         )
-        logits_BV = head_logits(
+        return head_logits(
             hidden_RNBH[0, 0, 1:],
             self.head.lm_head_VH,
             self.head.output_multiplier,
             self.head.final_logit_softcapping,
         )
-        return logits_BV.argmax(dim=-1).tolist()
 
 
 def _append(old: ContextKeyValue, new: ContextKeyValue) -> ContextKeyValue:

@@ -87,6 +87,7 @@ def test_an_environment_of_the_users_is_completed_without_touching_torch(clone: 
     assert installs == [
         "/opt/python -m pip install --quiet 'pip>=25.1'",
         "/opt/python -m pip install --quiet --group run --group test",
+        "/opt/python -m pip install --quiet --no-deps --group client",
     ]
     assert not any(".venv" in line for line in commands)
 
