@@ -140,8 +140,8 @@ SECTIONS: dict[
     "train": (
         *("gpus", "num_anchors", "rows_per_step", "rows_per_micro_step", "epochs", "max_steps", "lr"),
         *("warmup_fraction", "final_lr_fraction", "betas", "eps", "clip_norm", "gamma", "loss", "precision"),
-        *("attention", "capture", "recompute", "compile_cache", "seed", "log_every", "eval_every", "save_every"),
-        *("keep_checkpoints", "max_bad_steps"),
+        *("attention", "capture", "recompute", "compile_cache", "seed", "init_from", "log_every", "eval_every"),
+        *("save_every", "keep_checkpoints", "max_bad_steps"),
     ),
     "speculate": ("prompts", "num_prompts", "max_new_tokens"),
 }

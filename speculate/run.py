@@ -14,13 +14,13 @@ from extract.tokenise import Encoder
 from shards.durable import write_json
 from shards.errors import RunError, UsageError
 from speculate.acceptance import measure
-from speculate.checkpoint import DraftCheckpoint
 from speculate.config import SpeculateConfig
 from speculate.decode import Decoded, count_matching, decode_plainly, decode_speculatively
 from speculate.drafting import BlockDrafter
 from speculate.prompts import Prompt, read_prompts
 from speculate.report import Difference, Report, describe, describe_difference
 from speculate.target import LiveTarget, check_match, read_architecture
+from train.published import DraftCheckpoint
 
 
 @dataclass(frozen=True, kw_only=True)

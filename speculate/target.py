@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from extract.target import ATTENTION_KINDS, Architecture, load_architecture, load_model
 from shards.errors import UsageError
-from speculate.checkpoint import DraftCheckpoint
+from train.published import DraftCheckpoint
 from train.target_head import TargetHead
 
 # How far rounding moves two logits against each other, in steps of the dtype's eps at the largest logit. Measured on

@@ -7,6 +7,7 @@ say which GPU is its own and which threads not to start.
 """
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -40,6 +41,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, metavar="DIR", help="the cache (default: caches/<config name>)")
     parser.add_argument("--run", type=Path, metavar="DIR", help="the run directory (default: runs/<config name>)")
     parser.add_argument("--resume", action="store_true", help="continue the run in --run; begin it if there is none")
+    parser.add_argument(
+        "--init-from", metavar="DIR", help="begin with the weights of this drafter or run (train.init_from)"
+    )
     parser.add_argument("--check", action="store_true", help="print what the run would be and need, and do nothing")
     parser.add_argument("--json", action="store_true", help="with --check: print JSON")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a configuration key")
@@ -47,6 +51,8 @@ def parse_arguments() -> argparse.Namespace:
     name = Path(arguments.config).stem
     arguments.cache = arguments.cache or Path("caches") / name
     arguments.run = arguments.run or Path("runs") / name
+    if arguments.init_from is not None:
+        arguments.overrides.append(f"train.init_from={json.dumps(arguments.init_from, ensure_ascii=False)}")
     return arguments
 
 

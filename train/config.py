@@ -115,6 +115,7 @@ class TrainConfig:
     recompute: Literal["none", "mlp", "layer"] = "none"  # in the backward, instead of keeping it in memory
     compile_cache: str = ".compile-cache"  # directory where compiled kernels are kept between runs
     seed: int = 0
+    init_from: str | None = None  # a published drafter, or a run, whose weights training starts from; None: random ones
     log_every: int = 10
     eval_every: int = 500
     save_every: int = 500
@@ -127,6 +128,8 @@ class TrainConfig:
         require_positive(self, "train", *positive, *every)
         require_positive(self, "train", "rows_per_step", "epochs", at_most=MAX_EPOCHS_OR_ROWS)
         require_path("train.compile_cache", self.compile_cache)
+        if self.init_from is not None:
+            require_path("train.init_from", self.init_from)
         if self.max_steps is not None:
             require_positive(self, "train", "max_steps")
         if self.gamma is not None:

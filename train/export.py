@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shards.codec import CODECS
 from train.config import RunConfig
-from train.decode import unrotate_columns
+from train.decode import rotate_columns, unrotate_columns
 from train.drafter import split_projections
 from train.target_head import TargetHead
 
@@ -33,6 +33,13 @@ def to_target_basis(masters: dict[str, Tensor], config: RunConfig) -> dict[str, 
     if not CODECS[config.cache.codec].is_rotated:
         return masters
     return masters | {FC_WEIGHT: unrotate_columns(masters[FC_WEIGHT], config.target.hidden_size)}
+
+
+def from_target_basis(weights: dict[str, Tensor], config: RunConfig) -> dict[str, Tensor]:
+    """The inverse of `to_target_basis`, of fp32 weights."""
+    if not CODECS[config.cache.codec].is_rotated:
+        return weights
+    return weights | {FC_WEIGHT: rotate_columns(weights[FC_WEIGHT], config.target.hidden_size)}
 
 
 def exported_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:

@@ -14,6 +14,7 @@ from train.checkpoint import checkpoint_step, read_state
 from train.config import RunConfig
 from train.order import RowOrder
 from train.rundir import begin_or_continue
+from train.start import start_notes
 
 KERNEL_HEAD_DIMS = (16, 32, 64, 128, 256)
 FLOAT8_MULTIPLE = 16  # of every dimension of an 8-bit product
@@ -47,10 +48,11 @@ def preflight(config: RunConfig, cache: Path, run: Path, *, world_size: int, res
         _check_kernels(config)
     if config.train.precision == "fp8":
         _check_float8(config)
+    checkpoint = begin_or_continue(run, config, manifest, resume=resume)
     return Beginning(
         num_steps=RowOrder.of(config, manifest.plan).num_steps(config.train),
-        checkpoint=begin_or_continue(run, config, manifest, resume=resume),
-        notes=manifest.moved(config.target, config.data),
+        checkpoint=checkpoint,
+        notes=manifest.moved(config.target, config.data) + (start_notes(config) if checkpoint is None else []),
     )
 
 

@@ -27,6 +27,7 @@ from train.progress import Progress
 from train.ranks import Ranks
 from train.rundir import MetricsLog, record_config
 from train.runtime import compute_on_one_thread_deterministically
+from train.start import record_start, start_weights
 from train.step import TrainStep
 from train.target_head import TargetHead
 from train.trainer import DTYPES, Trainer
@@ -55,6 +56,8 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
     if checkpoint is not None:
         load_checkpoint(checkpoint, config, trainer)
         first_step = int(trainer.step.counters.step)
+    elif config.train.init_from is not None:
+        trainer.flat.begin_with(start_weights(config))
     log: MetricsLog | None = None
 
     def save() -> None:
@@ -121,6 +124,8 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
 
 def begin_log(run: Path, config: RunConfig, manifest: Manifest, *, first_step: int) -> MetricsLog:
     record_config(run, config, manifest)
+    if first_step == 0 and config.train.init_from is not None:
+        record_start(run, config)
     return MetricsLog(run, first_step=first_step)
 
 

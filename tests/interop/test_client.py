@@ -13,7 +13,6 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from extract.head import read_head
-from speculate.checkpoint import DraftCheckpoint
 from speculate.decode import decode_plainly, decode_speculatively
 from speculate.drafting import BlockDrafter
 from speculate.target import LiveTarget, TargetSequence, read_architecture
@@ -21,6 +20,7 @@ from tests.speculate.tiny import DRAFTER, PROMPTS, SIZES, TARGETS, Scale, make_d
 from train.config import DrafterConfig
 from train.drafter import Drafter
 from train.export import export_drafter
+from train.published import DraftCheckpoint
 
 CPU = torch.device("cpu")
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.random_target import SPECIAL_TOKENS
 from shards.errors import UsageError
-from speculate.checkpoint import DraftCheckpoint
 from speculate.target import LiveTarget, TargetSequence, check_match, read_architecture
 from tests.speculate.conftest import CPU, Pair
+from train.published import DraftCheckpoint
 
 IDS = list(range(60, 90))
 
