@@ -24,7 +24,7 @@ from shards.errors import CacheError, RunError
 from shards.manifest import check_seal, read_json, sealed
 from train.config import RunConfig
 from train.decode import basis
-from train.export import export_drafter
+from train.export import export_drafter, exported_config
 from train.trainer import Trainer
 
 CHECKPOINTS_DIRECTORY = "checkpoints"
@@ -46,7 +46,7 @@ def save_checkpoint(run: Path, config: RunConfig, trainer: Trainer) -> Path:
     beside = checkpoints / f".{directory.name}"
     try:
         (beside / "state").mkdir(parents=True)
-        export_drafter(beside, trainer.flat.masters_by_name, config, trainer.head)
+        export_drafter(beside, trainer.flat.masters_by_name, config, exported_config(config, trainer.head))
         state = {name: tensor.cpu() for name, tensor in trainer.flat.state().items()}
         save_file(state, beside / STATE_FILE, metadata={BASIS: basis(config.cache.codec)})
         checksums = {name: _checksum(tensor) for name, tensor in state.items()}

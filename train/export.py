@@ -19,13 +19,15 @@ CONFIG_FILE = "config.json"
 FC_WEIGHT = "fc.weight"
 
 
-def export_drafter(directory: Path, masters: dict[str, Tensor], config: RunConfig, head: TargetHead) -> None:
-    """Write the drafter with these fp32 weights, in bf16, and its config into `directory`, which exists."""
+def export_drafter(
+    directory: Path, masters: dict[str, Tensor], config: RunConfig, served_config: dict[str, Any]
+) -> None:
+    """Write the drafter with these fp32 weights, in bf16, and its config.json into `directory`, which exists."""
     published = split_projections(to_target_basis(masters, config), config.drafter)
     tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in published.items()}
     check_exported(tensors, config)
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    (directory / CONFIG_FILE).write_text(json.dumps(exported_config(config, head), indent=2) + "\n", encoding="utf-8")
+    (directory / CONFIG_FILE).write_text(json.dumps(served_config, indent=2) + "\n", encoding="utf-8")
 
 
 def to_target_basis(masters: dict[str, Tensor], config: RunConfig) -> dict[str, Tensor]:
@@ -79,7 +81,10 @@ def check_exported(tensors: dict[str, Tensor], config: RunConfig) -> None:
 
 
 def exported_config(config: RunConfig, head: TargetHead) -> dict[str, Any]:
-    """config.json: a Qwen3 config plus what DFlash needs. What equals the loaders' default is left out."""
+    """config.json: a Qwen3 config plus what DFlash needs. What equals the loaders' default is left out.
+
+    The target's factors stand in `dflash_config`, where both the published client and SGLang look for them.
+    """
     drafter, target = config.drafter, config.target
     layer_types = list(drafter.resolved_layer_types)
     uses_sliding = "sliding_attention" in layer_types
@@ -120,9 +125,9 @@ def exported_config(config: RunConfig, head: TargetHead) -> dict[str, Any]:
     if drafter.is_causal is not None:
         exported["is_causal"] = drafter.is_causal
     if head.input_embedding_scale != 1.0:
-        exported["input_embedding_scale"] = head.input_embedding_scale
+        dflash_config["input_embedding_scale"] = head.input_embedding_scale
     if head.output_multiplier != 1.0:
-        exported["output_multiplier"] = head.output_multiplier
+        dflash_config["output_multiplier"] = head.output_multiplier
     if head.final_logit_softcapping is not None:
-        exported["final_logit_softcapping"] = head.final_logit_softcapping
+        dflash_config["final_logit_softcapping"] = head.final_logit_softcapping
     return exported

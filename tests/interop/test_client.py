@@ -19,7 +19,7 @@ from speculate.target import LiveTarget, TargetSequence, read_architecture
 from tests.speculate.tiny import DRAFTER, PROMPTS, SIZES, TARGETS, Scale, make_drafter, make_target, run_config
 from train.config import DrafterConfig
 from train.drafter import Drafter
-from train.export import export_drafter
+from train.export import export_drafter, exported_config
 from train.published import DraftCheckpoint
 
 CPU = torch.device("cpu")
@@ -164,7 +164,7 @@ def fit(folder: Path, drafter_folder: Path, drafter: DrafterConfig, scale: Scale
             functional.cross_entropy(logits.flatten(0, 1), token_ids[slots_NB[:, 1:]].flatten()).backward()
             optimizer.step()
     drafter_folder.mkdir()
-    export_drafter(drafter_folder, dict(module.state_dict()), run, head)
+    export_drafter(drafter_folder, dict(module.state_dict()), run, exported_config(run, head))
     return drafter_folder
 
 

@@ -10,7 +10,7 @@ from benchmarks.random_target import MASK_ID, TargetShape, make_random_target
 from shards.config import CacheConfig, DataConfig, TargetConfig
 from train.config import DrafterConfig, RunConfig, TrainConfig
 from train.drafter import Drafter
-from train.export import export_drafter
+from train.export import export_drafter, exported_config
 from train.target_head import TargetHead
 
 SIZES = {
@@ -90,16 +90,12 @@ def make_drafter(folder: Path, config: RunConfig, scale: Scale | None = None) ->
         parameter.data = 1 + 0.3 * values if "norm" in name else 0.3 * values
     unused = torch.empty(0)
     folder.mkdir(parents=True)
-    export_drafter(
-        folder,
-        drafter.state_dict(),
-        config,
-        TargetHead(
-            embed_tokens_VH=unused,
-            lm_head_VH=unused,
-            input_embedding_scale=scale.input_embedding_scale,
-            output_multiplier=scale.output_multiplier,
-            final_logit_softcapping=scale.final_logit_softcapping,
-        ),
+    head = TargetHead(
+        embed_tokens_VH=unused,
+        lm_head_VH=unused,
+        input_embedding_scale=scale.input_embedding_scale,
+        output_multiplier=scale.output_multiplier,
+        final_logit_softcapping=scale.final_logit_softcapping,
     )
+    export_drafter(folder, drafter.state_dict(), config, exported_config(config, head))
     return folder

@@ -14,7 +14,7 @@ from tests.train.caches import write_config
 from tests.train.test_checkpoint import new_trainer
 from train.checkpoint import save_checkpoint
 from train.config import RunConfig
-from train.export import export_drafter
+from train.export import export_drafter, exported_config
 from train.start import START_FILE, record_start, start_notes, start_weights
 
 WIDE = ("target.hidden_size=192", "drafter.attention_bias=true")
@@ -31,7 +31,7 @@ def starting_from(config: RunConfig, directory: Path) -> RunConfig:
 def export(config: RunConfig, directory: Path) -> Path:
     trainer = new_trainer(config, step=5)
     directory.mkdir()
-    export_drafter(directory, trainer.flat.masters_by_name, config, trainer.head)
+    export_drafter(directory, trainer.flat.masters_by_name, config, exported_config(config, trainer.head))
     return directory
 
 
@@ -49,7 +49,7 @@ def test_export_and_start_are_inverse(tmp_path: Path, codec: str) -> None:
     trainer.flat.begin_with(start_weights(config))
     second = tmp_path / "second"
     second.mkdir()
-    export_drafter(second, trainer.flat.masters_by_name, config, trainer.head)
+    export_drafter(second, trainer.flat.masters_by_name, config, exported_config(config, trainer.head))
     before, after = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
     assert before.keys() == after.keys()
     for name in before:
@@ -68,7 +68,9 @@ def test_a_start_means_the_same_in_either_basis(tmp_path: Path) -> None:
     published = load_file(first / "model.safetensors")["fc.weight"].float()
     assert (rotated - published).abs().max() > 0.1  # or nothing was turned
     (tmp_path / "second").mkdir()
-    export_drafter(tmp_path / "second", start_weights(config), config, new_trainer(config).head)
+    export_drafter(
+        tmp_path / "second", start_weights(config), config, exported_config(config, new_trainer(config).head)
+    )
     exported = load_file(tmp_path / "second/model.safetensors")["fc.weight"].float()
     torch.testing.assert_close(exported, published, rtol=2**-8, atol=64 * 2**-24)
 
