@@ -15,7 +15,9 @@ from pathlib import Path
 from shards.errors import run_command
 from train.worker import work
 
-DESCRIPTION = "Train a DFlash drafter from a cache of the target's hidden states."
+DESCRIPTION = """\
+Train a DFlash drafter from a cache of the target's hidden states.
+`python -m train export RUN DEST` writes the drafter of a run, with a model card, for others to load."""
 EPILOG = """\
 Any configuration key can be overridden: python -m train --config F --cache DIR --run DIR train.lr=3e-4
 Exit codes: 0 trained; 1 the run failed or was interrupted (--resume continues); 2 wrong usage, nothing was written."""
@@ -24,6 +26,8 @@ INTERRUPTED = "interrupted before training began: nothing was lost"
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["export"]:
+        return run_command(lambda: export(sys.argv[2:]))
     arguments = parse_arguments()
     if "TORCHELASTIC_RUN_ID" in os.environ and not arguments.check:
         work(arguments)
@@ -87,6 +91,12 @@ def start(arguments: argparse.Namespace) -> int:
     if code == 0:
         print_summary(arguments.run)
     return code
+
+
+def export(arguments: list[str]) -> None:
+    from train.export_run import export_run, parse_arguments
+
+    export_run(parse_arguments(arguments))
 
 
 if __name__ == "__main__":

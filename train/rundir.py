@@ -53,7 +53,7 @@ def begin_or_continue(run: Path, config: RunConfig, manifest: Manifest, *, resum
         return None
     if not resume:
         raise UsageError(f"{run} is not empty: --resume continues the run in it, --run names another directory")
-    recorded = _read_recorded(run)
+    recorded = read_recorded(run)
     for key, value in record(config, manifest).items():
         begun = recorded.get(key)
         if key not in MAY_CHANGE and begun != value:
@@ -127,7 +127,8 @@ def record(config: RunConfig, manifest: Manifest) -> dict[str, Any]:
     return flatten(config) | {f"identity.{key}": value for key, value in identity.items()}
 
 
-def _read_recorded(run: Path) -> dict[str, Any]:
+def read_recorded(run: Path) -> dict[str, Any]:
+    """What `record` gave for the run in this directory."""
     path = run / RUN_CONFIG_FILE
     if not path.exists():
         raise UsageError(f"{run} is not empty and holds no run: it has no {RUN_CONFIG_FILE}; --run names another")

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from shards.errors import UsageError
 from tests.train.caches import write_config
 from tests.train.test_checkpoint import new_trainer
-from train.checkpoint import save_checkpoint
 from train.config import RunConfig
 from train.export import export_drafter, exported_config
 from train.start import START_FILE, record_start, start_notes, start_weights
@@ -28,9 +27,9 @@ def starting_from(config: RunConfig, directory: Path) -> RunConfig:
     return replace(config, train=replace(config.train, init_from=str(directory)))
 
 
-def export(config: RunConfig, directory: Path) -> Path:
-    trainer = new_trainer(config, step=5)
-    directory.mkdir()
+def export(config: RunConfig, directory: Path, step: int = 5) -> Path:
+    trainer = new_trainer(config, step=step)
+    directory.mkdir(parents=True)
     export_drafter(directory, trainer.flat.masters_by_name, config, exported_config(config, trainer.head))
     return directory
 
@@ -87,9 +86,8 @@ def test_weights_follow_the_masters(tmp_path: Path, precision: str) -> None:
 
 def test_a_run_gives_its_latest_checkpoint(tmp_path: Path) -> None:
     config, run = config_of(tmp_path), tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
     for step in (2, 10):
-        save_checkpoint(run, config, new_trainer(config, step=step))
+        export(config, run / f"checkpoints/step-{step}", step)
     config = starting_from(config, run)
     weights = load_file(run / "checkpoints/step-10/model.safetensors")
     assert torch.equal(start_weights(config)["fc.weight"], weights["fc.weight"].float())
