@@ -143,7 +143,7 @@ SECTIONS: dict[
         *("attention", "capture", "recompute", "compile_cache", "seed", "init_from", "log_every", "eval_every"),
         *("save_every", "keep_checkpoints", "max_bad_steps"),
     ),
-    "speculate": ("prompts", "num_prompts", "max_new_tokens"),
+    "speculate": ("prompts", "num_prompts", "max_new_tokens", "temperature", "seed"),
 }
 
 

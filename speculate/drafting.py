@@ -6,6 +6,7 @@ Shapes: T context tokens, F = K·H features; the module's rows and blocks are R 
 import torch
 from torch import Tensor
 
+from speculate.sampling import GREEDY, Chooser, Draft
 from train.drafter import ContextKeyValue, Drafter
 from train.head import head_logits
 from train.target_head import TargetHead
@@ -14,8 +15,9 @@ from train.target_head import TargetHead
 class BlockDrafter:
     """Drafts for one sequence. Only context is kept; a block's own keys and values are not."""
 
-    def __init__(self, drafter: Drafter, head: TargetHead, mask_token_id: int) -> None:
+    def __init__(self, drafter: Drafter, head: TargetHead, mask_token_id: int, chooser: Chooser = GREEDY) -> None:
         self.drafter = drafter
+        self.chooser = chooser
         self.head = head
         self.mask_token_id = mask_token_id
         self.block_size = drafter.config.block_size
@@ -31,9 +33,9 @@ class BlockDrafter:
         self.context = [_append(*pair) for pair in zip(self.context, new, strict=True)] if self.context else new
         self.num_context_tokens = num_tokens
 
-    def propose(self, anchor_token_id: int, num_drafted: int) -> list[int]:
-        """Greedy tokens for the `num_drafted` slots after the anchor, which is the token after the context."""
-        return self.logits(anchor_token_id, num_drafted).argmax(dim=-1).tolist()
+    def propose(self, anchor_token_id: int, num_drafted: int) -> Draft:
+        """Tokens for the `num_drafted` slots after the anchor, which is the token after the context."""
+        return self.chooser.draft(self.logits(anchor_token_id, num_drafted))
 
     @torch.inference_mode()
     def logits(self, anchor_token_id: int, num_drafted: int) -> Tensor:

@@ -9,17 +9,15 @@ import pytest
 import torch
 from dflash import DFlashDraftModel
 from torch import Tensor
-from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from extract.head import read_head
 from speculate.decode import decode_plainly, decode_speculatively
 from speculate.drafting import BlockDrafter
-from speculate.target import LiveTarget, TargetSequence, read_architecture
+from speculate.target import LiveTarget, read_architecture
+from tests.speculate.fitted import fit
 from tests.speculate.tiny import DRAFTER, PROMPTS, SIZES, TARGETS, Scale, make_drafter, make_target, run_config
 from train.config import DrafterConfig
-from train.drafter import Drafter
-from train.export import export_drafter, exported_config
 from train.published import DraftCheckpoint
 
 CPU = torch.device("cpu")
@@ -132,40 +130,6 @@ def their_logits(both: Both, cache: object, new_TF: Tensor, num_tokens: int) -> 
     )
     dflash.model._crop_to(cache, num_tokens)
     return model.compute_logits(hidden[:, 1:], both.target.model.get_output_embeddings())[0]
-
-
-def fit(folder: Path, drafter_folder: Path, drafter: DrafterConfig, scale: Scale) -> Path:
-    """A drafter that has half learnt the target's answers, so that rounds are of all lengths."""
-    run = run_config(folder, TARGETS["qwen3"], drafter)
-    both = Both(folder, make_drafter(drafter_folder.with_name("random"), run, scale))
-    head, module, block_size = both.target.head(both.checkpoint), Drafter(drafter, 32), drafter.block_size
-    module.init_weights(0)
-    batches = []
-    for prompt in PROMPTS:
-        token_ids = torch.tensor(prompt + decode_plainly(both.target, prompt, NEW_TOKENS + block_size))
-        _, features_TF = TargetSequence(both.target).run(token_ids.tolist(), num_choices=1)
-        slots_NB = torch.arange(len(prompt), len(token_ids) - block_size)[:, None] + torch.arange(block_size)
-        batches.append((features_TF.clone(), token_ids, slots_NB))
-    optimizer = torch.optim.Adam(module.parameters(), lr=3e-3)
-    for _ in range(25):
-        for features_TF, token_ids, slots_NB in batches:
-            block_ids_NB = torch.full_like(slots_NB, both.checkpoint.mask_token_id)
-            block_ids_NB[:, 0] = token_ids[slots_NB[:, 0]]
-            ends_RN = slots_NB[None, :, 0].int()
-            hidden_RNBH = module(
-                head.embed(block_ids_NB)[None].detach(),
-                slots_NB[None],
-                module.encode_context(features_TF[None], torch.arange(len(features_TF))[None]),
-                torch.zeros_like(ends_RN),
-                ends_RN,
-            )
-            logits = functional.linear(hidden_RNBH[0, :, 1:], head.lm_head_VH.detach())
-            optimizer.zero_grad()
-            functional.cross_entropy(logits.flatten(0, 1), token_ids[slots_NB[:, 1:]].flatten()).backward()
-            optimizer.step()
-    drafter_folder.mkdir()
-    export_drafter(drafter_folder, dict(module.state_dict()), run, exported_config(run, head))
-    return drafter_folder
 
 
 @pytest.mark.parametrize("layers", [{}, ONE_SLIDING], ids=["full", "sliding"])
