@@ -91,7 +91,8 @@ def _acceptance(run: Path, metrics: list[dict[str, Any]], step: int) -> dict[str
     live = _read(run / LIVE_FILE)
     if live.get("acceptance_length_macro") is not None:
         facts[f"live, {live['prompts']} prompts"] = f"{live['acceptance_length_macro']:.3f}"
-        facts |= {f"live, source {source}": f"{tau:.3f}" for source, tau in live.get("by_source", {}).items()}
+        by_source = {source: tau for source, tau in live.get("by_source", {}).items() if tau is not None}
+        facts |= {f"live, source {source}": f"{tau:.3f}" for source, tau in by_source.items()}
     return facts
 
 

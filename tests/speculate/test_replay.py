@@ -1,6 +1,6 @@
 """Answers replayed without the target: the same rounds as live, and the baselines' proposals."""
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,10 @@ from speculate.replay import KnownAnswer, PromptLookup, replay, replay_everywher
 from speculate.sampling import Draft
 from speculate.target import LiveTarget, read_architecture
 from tests.speculate.fitted import CPU, fit
-from tests.speculate.tiny import PAIRS, PROMPTS, Scale, make_target
+from tests.speculate.tiny import PAIRS, PROMPTS, Scale, make_target, run_config
 from train.published import DraftCheckpoint
+from train.ranks import Ranks
+from train.trainer import Trainer
 
 NEW_TOKENS = 23
 
@@ -25,7 +27,9 @@ class Fitted:
         target_folder = make_target(folder / "target", shape)
         checkpoint = DraftCheckpoint.read(fit(target_folder, folder / "fitted", config, Scale()))
         self.target = LiveTarget.load(read_architecture(target_folder, None, CPU), checkpoint, CPU)
+        self.checkpoint = checkpoint
         self.block_size = config.block_size
+        self.run = run_config(target_folder, shape, config)
         self._parts = (
             checkpoint.load_drafter(CPU, torch.float32),
             self.target.head(checkpoint),
@@ -53,7 +57,7 @@ def test_replayed_rounds_are_the_live_ones(fitted: Fitted) -> None:
 @pytest.mark.parametrize("place", [0, 1, 4, 9])
 def test_so_are_those_that_a_stop_token_ends(fitted: Fitted, place: int) -> None:
     stop_id = fitted.known(PROMPTS[0]).answer_ids[place]
-    target = dataclasses.replace(fitted.target, stop_ids=frozenset({stop_id}))
+    target = replace(fitted.target, stop_ids=frozenset({stop_id}))
     live = decode_speculatively(target, fitted.drafter(), PROMPTS[0], NEW_TOKENS)
     known = KnownAnswer.of(target, PROMPTS[0], decode_plainly(target, PROMPTS[0], NEW_TOKENS))
     assert replay(fitted.drafter(), known, NEW_TOKENS) == live.rounds
@@ -62,8 +66,8 @@ def test_so_are_those_that_a_stop_token_ends(fitted: Fitted, place: int) -> None
 def test_offline_and_live_agree_where_both_have_a_block(fitted: Fitted) -> None:
     """Live blocks begin where the one before ended; offline there is one after every token, those among them.
 
-    So the means differ only by which blocks they are over. Live decoding passes through a stretch that is drafted well
-    in few rounds, and offline every token of it counts, which makes the offline mean the larger one, here by up to 0.63.
+    So the means differ only by which blocks they are over. Live decoding passes in few rounds through what is drafted
+    well, and offline every token of it counts, which makes the offline mean the larger one, here by up to 0.63.
     """
     lengths, everywhere = [], []
     for prompt in PROMPTS:
@@ -81,6 +85,30 @@ def test_offline_and_live_agree_where_both_have_a_block(fitted: Fitted) -> None:
     offline_length = measure(everywhere, fitted.block_size).acceptance_length_pooled
     assert live_length > 1
     assert -0.1 < offline_length - live_length < 0.75
+
+
+def test_offline_rounds_are_those_that_training_counts(fitted: Fitted) -> None:
+    """The answer as a held-out row of its own, whose features are stored in bf16."""
+    train = replace(fitted.run.train, num_anchors=NEW_TOKENS + 5, precision="fp32")
+    config = replace(fitted.run, train=train)
+    ranks = Ranks(rank=0, world_size=1, device=CPU)
+    trainer = Trainer(config, fitted.target.head(fitted.checkpoint), ranks, num_steps=1)
+    trainer.flat.begin_with(fitted.checkpoint.load_weights(CPU, torch.float32))
+    for prompt in PROMPTS:
+        known = fitted.known(prompt)
+        token_ids = torch.tensor(known.prompt_ids + known.answer_ids)
+        codes_TKC = known.features_TF.bfloat16().unflatten(1, (len(config.drafter.target_layer_ids), -1))
+        rows = trainer.rows
+        rows.input_ids_RT[0, : len(token_ids)] = token_ids
+        rows.position_ids_RT[0] = torch.arange(config.cache.row_tokens)
+        rows.document_ids_RT.fill_(-1)[0, : len(token_ids)] = 0
+        rows.loss_mask_RT.zero_()[0, len(prompt) : len(token_ids)] = 1
+        rows.codes_RKTC[0, :, : len(codes_TKC)] = codes_TKC.transpose(0, 1).contiguous().view(torch.uint16)
+        trainer.heldout_step.run()
+        result = trainer.heldout_step.result
+        rounded = replace(known, features_TF=known.features_TF.bfloat16().float())
+        counted = [item.num_committed for item in replay_everywhere(fitted.drafter(), rounded)]
+        assert result.accepted_RN[result.is_block_RN].tolist() == counted
 
 
 def test_another_answers_features_are_of_less_use(fitted: Fitted) -> None:

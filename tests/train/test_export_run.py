@@ -25,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("exported")
     write_cache(directory / "cache", RunConfig.load(write_config(directory / "tiny.toml"), WIDE))
     finish(start_worker(directory, directory / "run", *WIDE, "train.max_steps=6"))
-    live = {"acceptance_length_macro": 2.345, "prompts": 7, "by_source": {"code": 3.25, "chat": 1.5}}
+    live = {"acceptance_length_macro": 2.345, "prompts": 7, "by_source": {"code": 3.25, "empty": None}}
     (directory / "run/speculate.json").write_text(json.dumps(live))
     return directory / "run"
 
