@@ -9,11 +9,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from shards.durable import json_text
 from shards.errors import UsageError
 from train.start import START_FILE
 
 CARD_FILE = "README.md"
 LIVE_FILE = "speculate.json"  # `make evaluate` leaves it in the run
+PATHS = {"target.path", "data.files", "train.init_from", "train.compile_cache"}  # of the machine: nobody's business
 SOFTWARE = ("torch", "safetensors", "numpy")
 
 
@@ -37,7 +39,7 @@ def model_card(run: Path, recorded: dict[str, Any], metrics: list[dict[str, Any]
             "## Configuration",
             "",
             "```json",
-            json.dumps({key: value for key, value in recorded.items() if value is not None}, indent=1),
+            json_text({key: recorded[key] for key in recorded.keys() - PATHS if recorded[key] is not None}).rstrip(),
             "```",
             "",
         ]
@@ -50,7 +52,7 @@ def _section(title: str, facts: dict[str, Any]) -> list[str]:
 
 def _target(recorded: dict[str, Any]) -> dict[str, Any]:
     return {
-        "path": recorded["target.path"],
+        "name": Path(recorded["target.path"]).name,
         "content hash": recorded.get("identity.target"),
         "layers read": recorded["drafter.target_layer_ids"],
         "mask token": recorded["target.mask_token_id"],
@@ -60,7 +62,7 @@ def _target(recorded: dict[str, Any]) -> dict[str, Any]:
 
 def _data(recorded: dict[str, Any]) -> dict[str, Any]:
     return {
-        "files": ", ".join(recorded["data.files"]),
+        "files": ", ".join(Path(file).name for file in recorded["data.files"]),
         "content hash": recorded.get("identity.data"),
         "held out": f"{recorded['data.holdout_fraction']:.1%} of the documents",
         "stored as": recorded["cache.codec"],
@@ -75,7 +77,7 @@ def _training(recorded: dict[str, Any], start: dict[str, Any], step: int) -> dic
         "loss": recorded["train.loss"],
         "learning rate": recorded["train.lr"],
         "precision": recorded["train.precision"],
-        "begun with": start.get("directory", "random weights"),
+        "begun with": f"{Path(start['directory']).name}, sha256 {start['sha256']}" if start else "random weights",
     }
 
 

@@ -2,6 +2,7 @@
 
 - config.json: the resolved configuration
 - metrics.jsonl: one line per log interval
+- start.json: which weights it began with, where those were another drafter's (train/start.py)
 - checkpoints/: see train/checkpoint.py
 """
 

@@ -65,7 +65,7 @@ def test_the_card_says_what_it_is(run: Path, tmp_path: Path) -> None:
     for said in (
         "# DFlash drafter for nowhere",
         "Licence: not chosen yet.",
-        "- path: nowhere",
+        "- name: nowhere",
         "- layers read: [1, 4]",
         "- files: nowhere.jsonl",
         "- stored as: int8",
@@ -79,6 +79,7 @@ def test_the_card_says_what_it_is(run: Path, tmp_path: Path) -> None:
     ):
         assert said in card, said
     assert str(run) not in card
+    assert "nowhere.jsonl" not in card.partition("## Configuration")[2]
 
 
 REFUSED = {
