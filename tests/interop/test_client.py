@@ -70,7 +70,7 @@ class Both:
         return BlockDrafter(self.drafter, self.target.head(self.checkpoint), self.checkpoint.mask_token_id)
 
 
-@pytest.fixture(scope="module", params=[*TARGETS, GEMMA])
+@pytest.fixture(scope="module")
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Scale]:
     """A target's folder, and the factors that extraction finds in it."""
     folder = target_folder(tmp_path_factory.mktemp("client") / "target", request.param)
@@ -132,7 +132,11 @@ def their_logits(both: Both, cache: object, new_TF: Tensor, num_tokens: int) -> 
     return model.compute_logits(hidden[:, 1:], both.target.model.get_output_embeddings())[0]
 
 
-@pytest.mark.parametrize("layers", [{}, ONE_SLIDING], ids=["full", "sliding"])
+@pytest.mark.parametrize(
+    ("target", "layers"),
+    [("llama, tied", {}), ("qwen3", ONE_SLIDING), ("qwen3, sliding", {}), (GEMMA, ONE_SLIDING)],
+    indirect=["target"],
+)
 def test_decoding_is_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: tuple[Path, Scale], layers: dict
 ) -> None:

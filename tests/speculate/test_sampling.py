@@ -98,7 +98,7 @@ def fit_of(sampler: Sampling, logits: tuple[Tensor, Tensor]) -> float:
         answer: math.prod(probabilities[i, token].item() for i, token in enumerate(answer))
         for answer in product(range(V), repeat=NUM_DRAFTED + 1)
     }
-    return chi_square(answers_of_judging(sampler, *logits, 2500), expected)
+    return chi_square(answers_of_judging(sampler, *logits, 1500), expected)
 
 
 def test_judged_drafts_have_the_targets_distribution(logits: tuple[Tensor, Tensor]) -> None:
