@@ -130,6 +130,7 @@ $(MADE):
 	run .venv/bin/python -m pip install $(QUIET) torch==$(TORCH)
 	echo "setup: installing the other packages: about 90 MB to download, a minute"
 	run .venv/bin/python -m pip install $(QUIET) --group run --group test
+	run .venv/bin/python -m pip install --quiet --no-deps --group client
 	rm $(UNFINISHED)
 	touch $@
 
@@ -145,6 +146,7 @@ complete-environment:
 	echo "setup: completing the environment of $(PYTHON): at most 90 MB to download, and not torch"
 	$(PYTHON) -m pip install --quiet 'pip>=25.1'
 	$(PYTHON) -m pip install --quiet --group run --group test
+	$(PYTHON) -m pip install --quiet --no-deps --group client
 
 .PHONY: embedded
 embedded: $(READY)

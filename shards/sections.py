@@ -121,6 +121,7 @@ class TrainConfig:
     recompute: Literal["none", "mlp", "layer"] = "none"  # in the backward, instead of keeping it in memory
     compile_cache: str = ".compile-cache"  # directory where compiled kernels are kept between runs
     seed: int = 0
+    init_from: str | None = None  # a published drafter, or a run, whose weights training starts from; None: random ones
     log_every: int = 10
     eval_every: int = 500
     save_every: int = 500
@@ -137,6 +138,8 @@ class TrainConfig:
         require_positive(self, "train", "save_seconds", "stall_seconds", at_most=MAX_SECONDS)
         require_positive(self, "train", "rows_per_step", "epochs", at_most=MAX_EPOCHS_OR_ROWS)
         require_path("train.compile_cache", self.compile_cache)
+        if self.init_from is not None:
+            require_path("train.init_from", self.init_from)
         if self.max_steps is not None:
             require_positive(self, "train", "max_steps")
         if self.gamma is not None:
@@ -178,10 +181,16 @@ class SpeculateConfig:
     prompts: str  # JSONL; each line has `messages` (ending with the user's turn) or `text` (to be continued)
     num_prompts: int | None = None  # the first so many; None: all
     max_new_tokens: int = 256  # of one answer
+    temperature: float = 0.0  # 0: greedy
+    seed: int = 0  # of the draws at a temperature
 
     def __post_init__(self) -> None:
         require_path("speculate.prompts", self.prompts)
         require_positive(self, "speculate", "max_new_tokens")
+        if self.temperature != 0.0:
+            require_positive(self, "speculate", "temperature")
+        if not 0 <= self.seed < 1 << 63:
+            raise UsageError(f"speculate.seed is {self.seed}: it must be in 0..2^63 − 1")
         if self.num_prompts is not None:
             require_positive(self, "speculate", "num_prompts")
         if self.max_new_tokens < 2:

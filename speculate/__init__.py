@@ -1,4 +1,4 @@
 """Target and drafter together: live speculative decoding, how much is accepted, and that nothing is lost by it.
 
-Greedy decoding of one prompt at a time, written to be checked and not to be fast; serving is for other programs.
+One prompt at a time, greedily or at a temperature: written to be checked, not to be fast. Serving is for others.
 """

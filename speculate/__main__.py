@@ -11,7 +11,9 @@ from typing import Any
 
 from shards.errors import UsageError, run_command
 
-DESCRIPTION = "Decode prompts speculatively and compare with the target's own greedy answers."
+DESCRIPTION = """\
+Decode prompts speculatively, compare with the target's own greedy answers, and say what others would have got accepted
+of them: prompt lookup, the drafter before training, the drafter with another answer's context."""
 EPILOG = """\
 With --config, flags win over what it says, and keys can be overridden: speculate.num_prompts=4
 Exit codes: 0 decoded, nothing changed; 1 an answer differs from the target's own; 2 wrong usage."""
@@ -34,6 +36,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", metavar="FILE", help="JSONL with `messages` or `text` on each line")
     parser.add_argument("--num-prompts", type=int, metavar="N", help="only the first N prompts")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="end an answer after N tokens")
+    parser.add_argument("--temperature", type=float, metavar="T", help="draw answers at T (default: 0, greedy)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the draws")
     parser.add_argument("--config", metavar="FILE", help="take target and prompts from this TOML file")
     parser.add_argument("--run", type=Path, metavar="DIR", help="with --config: the run whose latest drafter is taken")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there, too")
@@ -88,7 +92,9 @@ def settings_of_flags(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def flags_of_section(arguments: argparse.Namespace) -> dict[str, Any]:
-    flags = {key: getattr(arguments, key) for key in ("prompts", "num_prompts", "max_new_tokens")}
+    flags = {
+        key: getattr(arguments, key) for key in ("prompts", "num_prompts", "max_new_tokens", "temperature", "seed")
+    }
     return {key: value for key, value in flags.items() if value is not None}
 
 

@@ -28,11 +28,10 @@ class Acceptance:
 def measure(answers: Sequence[Sequence[Round]], block_size: int) -> Acceptance:
     """Count the rounds of every answer. An answer without rounds (its first token ended it) has no mean."""
     rounds = [item for answer in answers for item in answer]
-    means = [sum(item.num_committed for item in answer) / len(answer) for answer in answers if answer]
     committed = Counter(item.num_committed for item in rounds)
     macro_interval, pooled_interval = _intervals(answers)
     return Acceptance(
-        acceptance_length_macro=sum(means) / len(means) if means else None,
+        acceptance_length_macro=macro_acceptance_length(answers),
         acceptance_length_pooled=sum(item.num_committed for item in rounds) / len(rounds) if rounds else None,
         acceptance_length_macro_interval=macro_interval,
         acceptance_length_pooled_interval=pooled_interval,
@@ -40,6 +39,11 @@ def measure(answers: Sequence[Sequence[Round]], block_size: int) -> Acceptance:
         histogram=[committed[i + 1] for i in range(block_size)],
         per_slot=[_slot_acceptance(rounds, slot) for slot in range(1, block_size)],
     )
+
+
+def macro_acceptance_length(answers: Sequence[Sequence[Round]]) -> float | None:
+    means = [sum(item.num_committed for item in answer) / len(answer) for answer in answers if answer]
+    return sum(means) / len(means) if means else None
 
 
 def _intervals(answers: Sequence[Sequence[Round]]) -> tuple[Interval | None, Interval | None]:

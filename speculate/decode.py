@@ -1,6 +1,6 @@
-"""Greedy decoding of one prompt: by the target alone, and speculatively (DFLASH.md, "Inference loop and the metric").
+"""Decoding of one prompt: by the target alone, and speculatively (DFLASH.md, "Inference loop and the metric").
 
-Both give the same tokens; the second needs fewer target passes.
+Both give the same tokens, greedily, or tokens of the same distribution; the second needs fewer target passes.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from speculate.sampling import GREEDY, Chooser, Draft
 from speculate.target import LiveTarget, TargetSequence
 
 
@@ -19,7 +20,7 @@ class Proposer(Protocol):
 
     def extend(self, features_TF: Tensor) -> None: ...
 
-    def propose(self, anchor_token_id: int, num_drafted: int) -> list[int]: ...
+    def propose(self, anchor_token_id: int, num_drafted: int) -> Draft: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,43 +43,47 @@ class Decoded:
 
 
 def decode_plainly(
-    target: LiveTarget, prompt_ids: list[int], max_new_tokens: int, begun: Sequence[int] = ()
+    target: LiveTarget,
+    prompt_ids: list[int],
+    max_new_tokens: int,
+    begun: Sequence[int] = (),
+    *,
+    chooser: Chooser = GREEDY,
 ) -> list[int]:
-    """The target's own greedy answer, one token at a time; or how it goes on with one that has `begun`."""
+    """The target's own answer, one token at a time; or how it goes on with one that has `begun`."""
     sequence = TargetSequence(target)
     token_ids, new = [*begun], [*prompt_ids, *begun]
     while not (token_ids and _has_ended(token_ids, target, max_new_tokens)):
-        new, _ = sequence.run(new, num_choices=1)
+        logits_TV, _ = sequence.run(new, num_choices=1)
+        new = chooser.choose(logits_TV)
         token_ids += new
     return token_ids
 
 
-def decode_speculatively(target: LiveTarget, drafter: Proposer, prompt_ids: list[int], max_new_tokens: int) -> Decoded:
-    """The same answer in rounds of one block each. `drafter` is new to the sequence.
+def decode_speculatively(
+    target: LiveTarget, drafter: Proposer, prompt_ids: list[int], max_new_tokens: int, *, chooser: Chooser = GREEDY
+) -> Decoded:
+    """Such an answer in rounds of one block each. `drafter` is new to the sequence.
 
     As published clients do, the last blocks are no longer than what may still come.
     """
     sequence = TargetSequence(target)
-    token_ids, features_TF = sequence.run(prompt_ids, num_choices=1)
+    logits_TV, features_TF = sequence.run(prompt_ids, num_choices=1)
+    token_ids = chooser.choose(logits_TV)
     drafter.extend(features_TF)
     rounds = []
     while not _has_ended(token_ids, target, max_new_tokens):
         num_left = max_new_tokens - len(token_ids)
-        drafted = drafter.propose(token_ids[-1], min(drafter.block_size - 1, num_left))
-        chosen, features_TF = sequence.run([token_ids[-1], *drafted], num_choices=len(drafted) + 1)
-        num_accepted = count_matching(drafted, chosen)
-        committed = clip(chosen[: num_accepted + 1], num_left, target.stop_ids)
+        draft = drafter.propose(token_ids[-1], min(drafter.block_size - 1, num_left))
+        num_verified = len(draft.token_ids) + 1
+        logits_TV, features_TF = sequence.run([token_ids[-1], *draft.token_ids], num_choices=num_verified)
+        kept = chooser.judge(draft, logits_TV)
+        committed = clip(kept, num_left, target.stop_ids)
         token_ids += committed
-        sequence.rewind(len(chosen) - len(committed))
+        sequence.rewind(num_verified - len(committed))
         drafter.extend(features_TF[: len(committed)])
-        rounds.append(Round(num_committed=len(committed), num_accepted=min(num_accepted, len(committed))))
+        rounds.append(Round(num_committed=len(committed), num_accepted=min(len(kept) - 1, len(committed))))
     return Decoded(token_ids=token_ids, rounds=rounds)
-
-
-def count_matching(first: Sequence[int], second: Sequence[int]) -> int:
-    """The length of the common beginning."""
-    shorter = min(len(first), len(second))
-    return next((i for i in range(shorter) if first[i] != second[i]), shorter)
 
 
 def clip(token_ids: list[int], max_tokens: int, stop_ids: frozenset[int]) -> list[int]:

@@ -6,6 +6,7 @@ Shapes: T context tokens, F = K·H features; the module's rows and blocks are R 
 import torch
 from torch import Tensor
 
+from speculate.sampling import GREEDY, Chooser, Draft
 from train.drafter import ContextKeyValue, Drafter
 from train.head import head_logits
 from train.target_head import TargetHead
@@ -14,8 +15,9 @@ from train.target_head import TargetHead
 class BlockDrafter:
     """Drafts for one sequence. Only context is kept; a block's own keys and values are not."""
 
-    def __init__(self, drafter: Drafter, head: TargetHead, mask_token_id: int) -> None:
+    def __init__(self, drafter: Drafter, head: TargetHead, mask_token_id: int, chooser: Chooser = GREEDY) -> None:
         self.drafter = drafter
+        self.chooser = chooser
         self.head = head
         self.mask_token_id = mask_token_id
         self.block_size = drafter.config.block_size
@@ -31,9 +33,13 @@ class BlockDrafter:
         self.context = [_append(*pair) for pair in zip(self.context, new, strict=True)] if self.context else new
         self.num_context_tokens = num_tokens
 
+    def propose(self, anchor_token_id: int, num_drafted: int) -> Draft:
+        """Tokens for the `num_drafted` slots after the anchor, which is the token after the context."""
+        return self.chooser.draft(self.logits(anchor_token_id, num_drafted))
+
     @torch.inference_mode()
-    def propose(self, anchor_token_id: int, num_drafted: int) -> list[int]:
-        """Greedy tokens for the `num_drafted` slots after the anchor, which is the token after the context."""
+    def logits(self, anchor_token_id: int, num_drafted: int) -> Tensor:
+        """Of those slots, fp32 [num_drafted, V]."""
         device = self.head.embed_tokens_VH.device
         block_B = torch.tensor([anchor_token_id] + [self.mask_token_id] * num_drafted, device=device)
         hidden_RNBH = self.drafter(
@@ -43,13 +49,12 @@ class BlockDrafter:
             torch.zeros(1, 1, dtype=torch.int32, device=device),
             torch.full((1, 1), self.num_context_tokens, dtype=torch.int32, device=device),
         )
-        logits_BV = head_logits(
+        return head_logits(
             hidden_RNBH[0, 0, 1:],
             self.head.lm_head_VH,
             self.head.output_multiplier,
             self.head.final_logit_softcapping,
         )
-        return logits_BV.argmax(dim=-1).tolist()
 
 
 def _append(old: ContextKeyValue, new: ContextKeyValue) -> ContextKeyValue:

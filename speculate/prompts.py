@@ -14,6 +14,7 @@ from shards.errors import UsageError
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     where: str  # file and line, for messages
+    source: str  # of the record; the file's name where it says none
     token_ids: list[int]
 
 
@@ -37,7 +38,7 @@ def _encode(record: Record, where: str, encoder: Encoder) -> Prompt:
         token_ids = encoder.tokenizer(_render(record, where, encoder), add_special_tokens=False)["input_ids"]
     if not token_ids:
         raise UsageError(f"{where} has no tokens")
-    return Prompt(where=where, token_ids=list(token_ids))
+    return Prompt(where=where, source=record.source, token_ids=list(token_ids))
 
 
 def _render(record: Record, where: str, encoder: Encoder) -> str:

@@ -14,13 +14,15 @@ from extract.tokenise import Encoder
 from shards.durable import write_json
 from shards.errors import RunError, UsageError
 from shards.sections import SpeculateConfig
-from speculate.acceptance import measure
-from speculate.checkpoint import DraftCheckpoint
-from speculate.decode import Decoded, count_matching, decode_plainly, decode_speculatively
-from speculate.drafting import BlockDrafter
+from speculate.acceptance import macro_acceptance_length, measure
+from speculate.decode import Decoded, Round, decode_plainly
 from speculate.prompts import Prompt, read_prompts
-from speculate.report import Difference, Report, describe, describe_difference
+from speculate.replay import KnownAnswer
+from speculate.report import Difference, Report, Speed, describe, describe_difference
+from speculate.sampling import GREEDY, count_matching, make_chooser
+from speculate.session import Answer, Session
 from speculate.target import LiveTarget, check_match, read_architecture
+from train.published import DraftCheckpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,34 +45,65 @@ def run(job: Job) -> None:
     prompts = read_prompts(Path(job.speculate.prompts), job.speculate.num_prompts, Encoder.load(job.target))
     drafter = checkpoint.load_drafter(device, architecture.dtype)
     target = LiveTarget.load(architecture, checkpoint, device)
-    head = target.head(checkpoint)
-
-    answers, differences = [], []
-    started = time.perf_counter()
-    for i, prompt in enumerate(tqdm(prompts, unit="prompt", dynamic_ncols=True, disable=not sys.stderr.isatty())):
-        own_ids = decode_plainly(target, prompt.token_ids, job.speculate.max_new_tokens)
-        block_drafter = BlockDrafter(drafter, head, checkpoint.mask_token_id)
-        answer = decode_speculatively(target, block_drafter, prompt.token_ids, job.speculate.max_new_tokens)
-        answers.append(answer)
-        differences += find_differences(target, i, prompt, own_ids, answer, job.speculate.max_new_tokens)
-        if not sys.stderr.isatty():  # a log has lines where a terminal has a bar
-            counts = f"{len(answer.token_ids)} tokens in {len(answer.rounds)} rounds"
-            seconds_left = (time.perf_counter() - started) / (i + 1) * (len(prompts) - i - 1)
-            print(f"prompt {i + 1}/{len(prompts)}: {counts}  ETA {tqdm.format_interval(seconds_left)}", flush=True)
-
+    settings = job.speculate
+    session = Session(
+        target=target,
+        drafter=drafter,
+        head=target.head(checkpoint),
+        checkpoint=checkpoint,
+        settings=settings,
+        chooser=make_chooser(settings, device),
+    )
+    answers, differences = decode_all(session, prompts)
+    replayed = {}
+    if session.chooser is GREEDY:
+        pairs = zip(prompts, answers, strict=True)
+        known = [KnownAnswer.of(target, prompt.token_ids, answer.plain_ids) for prompt, answer in pairs]
+        replayed = session.replay(known, show_progress=sys.stderr.isatty())
+    block_size = checkpoint.drafter.block_size
     report = Report(
         target=str(job.target),
         drafter=str(job.drafter),
         device=str(device),
         dtype=str(architecture.dtype).removeprefix("torch."),
-        block_size=checkpoint.drafter.block_size,
-        max_new_tokens=job.speculate.max_new_tokens,
+        block_size=block_size,
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
         prompts=len(prompts),
-        new_tokens=sum(len(answer.token_ids) for answer in answers),
-        acceptance=measure([answer.rounds for answer in answers], checkpoint.drafter.block_size),
+        new_tokens=sum(len(answer.decoded.token_ids) for answer in answers),
+        speed=Speed.of(answers),
+        acceptance=measure([answer.decoded.rounds for answer in answers], block_size),
+        by_source=measure_by_source(prompts, answers),
+        replayed=replayed,
         differences=differences,
     )
     conclude(report, job.json)
+
+
+def decode_all(session: Session, prompts: list[Prompt]) -> tuple[list[Answer], list[Difference]]:
+    """The answers; and where they differ from the target's own, which drawn ones may."""
+    max_new_tokens = session.settings.max_new_tokens
+    session.decode(prompts[0], 2)  # the first passes of a process are slow, and answers are timed
+    answers, differences = [], []
+    started = time.perf_counter()
+    for i, prompt in enumerate(tqdm(prompts, unit="prompt", dynamic_ncols=True, disable=not sys.stderr.isatty())):
+        answer = session.decode(prompt, max_new_tokens)
+        answers.append(answer)
+        if session.chooser is GREEDY:
+            differences += find_differences(session.target, i, prompt, answer.plain_ids, answer.decoded, max_new_tokens)
+        if not sys.stderr.isatty():  # a log has lines where a terminal has a bar
+            counts = f"{len(answer.decoded.token_ids)} tokens in {len(answer.decoded.rounds)} rounds"
+            seconds_left = (time.perf_counter() - started) / (i + 1) * (len(prompts) - i - 1)
+            print(f"prompt {i + 1}/{len(prompts)}: {counts}  ETA {tqdm.format_interval(seconds_left)}", flush=True)
+    return answers, differences
+
+
+def measure_by_source(prompts: list[Prompt], answers: list[Answer]) -> dict[str, float | None]:
+    """The macro τ of each source of prompts."""
+    rounds: dict[str, list[list[Round]]] = {}
+    for prompt, answer in zip(prompts, answers, strict=True):
+        rounds.setdefault(prompt.source, []).append(answer.decoded.rounds)
+    return {source: macro_acceptance_length(of_source) for source, of_source in sorted(rounds.items())}
 
 
 def check_writable(path: Path) -> None:

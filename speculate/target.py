@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from extract.target import ATTENTION_KINDS, Architecture, load_architecture, load_model
 from shards.errors import UsageError
-from speculate.checkpoint import DraftCheckpoint
+from train.published import DraftCheckpoint
 from train.target_head import TargetHead
 
 # How far rounding moves two logits against each other, in steps of the dtype's eps at the largest logit. Measured on
@@ -119,8 +119,8 @@ class TargetSequence:
         self.cache = DynamicCache()
 
     @torch.inference_mode()
-    def run(self, token_ids: list[int], *, num_choices: int) -> tuple[list[int], Tensor]:
-        """Append tokens; returns the greedy next token after each of the last `num_choices`, and features [T, K·H]."""
+    def run(self, token_ids: list[int], *, num_choices: int) -> tuple[Tensor, Tensor]:
+        """Append tokens; returns the logits [`num_choices`, V] after the last of them, and features [T, K·H]."""
         output = self.target.model(
             torch.tensor([token_ids], device=self.target.model.device),
             use_cache=True,
@@ -129,7 +129,7 @@ class TargetSequence:
             **{self.target.cache_argument: self.cache},
         )
         features_TF = torch.cat([output.hidden_states[layer + 1][0] for layer in self.target.feature_layers], dim=-1)
-        return output.logits[0].argmax(dim=-1).tolist(), features_TF
+        return output.logits[0], features_TF
 
     def rewind(self, num_tokens: int) -> None:
         """Forget the last `num_tokens`."""

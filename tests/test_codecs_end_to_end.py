@@ -3,6 +3,7 @@
 The exported drafter gets the target's own features, the trained one what was stored of them.
 """
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,14 @@ def test_text_to_exported_drafter(codec: str, tmp_path: Path, monkeypatch: pytes
     # The exported weights are bf16: each is off by up to 2⁻⁹ of itself.
     error = torch.linalg.vector_norm(by_exported - by_trained) / torch.linalg.vector_norm(by_trained)
     assert error < 2**-8
+
+    # A run that begins with it and learns nothing exports it again.
+    begun = run_training(tmp_path, f"--init-from={tmp_path / 'run'}", "train.lr=1e-30", "--run", str(tmp_path / "next"))
+    assert "held-out τ" in begun
+    exported_again = load_file((tmp_path / "next/checkpoints/latest").resolve() / "model.safetensors")["fc.weight"]
+    torch.testing.assert_close(exported_again.float(), exported, rtol=2**-8, atol=2**-18)
+    assert json.loads((tmp_path / "next/config.json").read_text())["train.init_from"] == str(tmp_path / "run")
+    assert json.loads((tmp_path / "next/start.json").read_text())["directory"] == str(checkpoint)
 
     other = "bf16" if codec == "int8" else "int8"
     refusal = run_training(tmp_path, f"cache.codec={other}", "--resume", code=2)

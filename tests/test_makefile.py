@@ -18,7 +18,8 @@ ROOT = Path(__file__).parent.parent
 TRAIN = (
     ".venv/bin/python -m train --config configs/smollm2-135m.toml --cache caches/smollm2-135m --run runs/smollm2-135m"
 )
-INSTALLS = ["--upgrade pip", "torch==2.13.0", "--group run --group test"]  # of a set-up, in order
+# Of a set-up, in order.
+INSTALLS = ["--upgrade pip", "torch==2.13.0", "--group run --group test", "--no-deps --group client"]
 
 # A `python3` whose `-m venv` leaves out the real pip, which takes seconds to install.
 BASE_PYTHON = """\
@@ -179,6 +180,7 @@ def test_an_environment_of_the_users_is_completed_without_touching_torch(clone: 
     assert installs == [
         "/opt/python -m pip install --quiet 'pip>=25.1'",
         "/opt/python -m pip install --quiet --group run --group test",
+        "/opt/python -m pip install --quiet --no-deps --group client",
     ]
     assert not any(".venv" in line for line in commands)
 

@@ -7,6 +7,7 @@ say which GPU is its own and which threads not to start.
 """
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ from shards.errors import run_command
 from train.look import LOOKS, look
 from train.worker import work
 
-DESCRIPTION = "Train a DFlash drafter from a cache of the target's hidden states."
+DESCRIPTION = """\
+Train a DFlash drafter from a cache of the target's hidden states.
+`python -m train export RUN DEST` writes the drafter of a run, with a model card, for others to load."""
 EPILOG = """\
 python -m train status|report|tensorboard RUN: what a run is doing, and how it went; see their --help.
 Any configuration key can be overridden: python -m train --config F --cache DIR --run DIR train.lr=3e-4
@@ -27,6 +30,8 @@ INTERRUPTED = "interrupted before training began: nothing was lost"
 def main() -> int:
     if sys.argv[1:2] and sys.argv[1] in LOOKS:
         return look(sys.argv[1:])
+    if sys.argv[1:2] == ["export"]:
+        return run_command(lambda: export(sys.argv[2:]))
     arguments = parse_arguments()
     if "TORCHELASTIC_RUN_ID" in os.environ and not (arguments.check or arguments.preflight):
         work(arguments)
@@ -44,6 +49,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, metavar="DIR", help="the cache (default: caches/<config name>)")
     parser.add_argument("--run", type=Path, metavar="DIR", help="the run directory (default: runs/<config name>)")
     parser.add_argument("--resume", action="store_true", help="continue the run in --run; begin it if there is none")
+    parser.add_argument(
+        "--init-from", metavar="DIR", help="begin with the weights of this drafter or run (train.init_from)"
+    )
     parser.add_argument("--json", action="store_true", help="with --check: print JSON")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--check", action="store_true", help="print what the run would be and need, and do nothing")
@@ -59,6 +67,8 @@ def parse_arguments() -> argparse.Namespace:
     name = Path(arguments.config).stem
     arguments.cache = arguments.cache or Path("caches") / name
     arguments.run = arguments.run or Path("runs") / name
+    if arguments.init_from is not None:
+        arguments.overrides.append(f"train.init_from={json.dumps(arguments.init_from, ensure_ascii=False)}")
     return arguments
 
 
@@ -96,6 +106,12 @@ def start(arguments: argparse.Namespace) -> int:
     if code == 0:
         print_summary(arguments.run)
     return code
+
+
+def export(arguments: list[str]) -> None:
+    from train.export_run import export_run, parse_arguments
+
+    export_run(parse_arguments(arguments))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from shards.schema import missing_shards
 from train.config import RunConfig, default_target_layer_ids
 from train.memory import INPUT_BYTES, RESERVED_PER_ALLOCATED, feature_bytes, memory_estimate, num_parameters
 from train.order import RowOrder
+from train.start import start_notes
 
 CARDS_GB = (80, 141)  # H100, H200
 LESS_MEMORY = "lower train.rows_per_micro_step or train.num_anchors"
@@ -113,7 +114,7 @@ def resolve(config: RunConfig, cache: Path) -> dict[str, Any]:
     if os.path.exists(cache / MANIFEST_FILE):
         manifest = Manifest.read(cache)
         manifest.check_config(config.target, config.data, config.cache, cache)
-        plan["notes"] = manifest.moved(config.target, config.data)
+        plan["notes"] = manifest.moved(config.target, config.data) + start_notes(config)
         plan["num_steps"] = RowOrder.of(config, manifest.plan).num_steps(settings)
         plan["num_train_rows"] = manifest.plan.num_train_rows
         plan["num_missing_shards"] = len(missing_shards(cache, manifest))

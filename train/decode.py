@@ -33,11 +33,22 @@ def unrotate_columns(weight_OF: Tensor, hidden_size: int) -> Tensor:
     R is signs, then a Hadamard transform, which is symmetric: so a row of W is transformed, then takes the signs.
     """
     signs = torch.tensor(rotation_signs(hidden_size), device=weight_OF.device)
-    blocks = weight_OF.unflatten(-1, (-1, hidden_size))
+    return (_transform(weight_OF.unflatten(-1, (-1, hidden_size))) * signs).flatten(-2)
+
+
+def rotate_columns(weight_OF: Tensor, hidden_size: int) -> Tensor:
+    """W·Rᵀ, the inverse of `unrotate_columns`."""
+    signs = torch.tensor(rotation_signs(hidden_size), device=weight_OF.device)
+    return _transform(weight_OF.unflatten(-1, (-1, hidden_size)) * signs).flatten(-2)
+
+
+def _transform(blocks: Tensor) -> Tensor:
+    """The orthonormal Hadamard transform along the last dimension, on blocks of the largest power of two in it."""
+    hidden_size = blocks.shape[-1]
     for stage in range(rotation_block(hidden_size).bit_length() - 1):
         first, second = blocks.unflatten(-1, (-1, 2, 1 << stage)).unbind(-2)
         blocks = torch.stack((first + second, first - second), dim=-2).flatten(-3)
-    return (blocks * rotation_norm(hidden_size) * signs).flatten(-2)
+    return blocks * rotation_norm(hidden_size)
 
 
 def _decode_bf16(codes: Tensor, _scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shards.codec import CODECS
 from train.config import RunConfig
-from train.decode import unrotate_columns
+from train.decode import rotate_columns, unrotate_columns
 from train.drafter import split_projections
 from train.target_head import TargetHead
 
@@ -35,6 +35,13 @@ def to_target_basis(masters: dict[str, Tensor], config: RunConfig) -> dict[str, 
     if not CODECS[config.cache.codec].is_rotated:
         return masters
     return masters | {FC_WEIGHT: unrotate_columns(masters[FC_WEIGHT], config.target.hidden_size)}
+
+
+def from_target_basis(weights: dict[str, Tensor], config: RunConfig) -> dict[str, Tensor]:
+    """The inverse of `to_target_basis`, of fp32 weights."""
+    if not CODECS[config.cache.codec].is_rotated:
+        return weights
+    return weights | {FC_WEIGHT: rotate_columns(weights[FC_WEIGHT], config.target.hidden_size)}
 
 
 def exported_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
@@ -74,7 +81,10 @@ def check_exported(tensors: dict[str, Tensor], config: RunConfig) -> None:
 
 
 def exported_config(config: RunConfig, head: TargetHead) -> dict[str, Any]:
-    """config.json: a Qwen3 config plus what DFlash needs. What equals the loaders' default is left out."""
+    """config.json: a Qwen3 config plus what DFlash needs. What equals the loaders' default is left out.
+
+    The target's factors stand in `dflash_config`, where both the published client and SGLang look for them.
+    """
     drafter, target = config.drafter, config.target
     layer_types = list(drafter.resolved_layer_types)
     uses_sliding = "sliding_attention" in layer_types
@@ -115,9 +125,9 @@ def exported_config(config: RunConfig, head: TargetHead) -> dict[str, Any]:
     if drafter.is_causal is not None:
         exported["is_causal"] = drafter.is_causal
     if head.input_embedding_scale != 1.0:
-        exported["input_embedding_scale"] = head.input_embedding_scale
+        dflash_config["input_embedding_scale"] = head.input_embedding_scale
     if head.output_multiplier != 1.0:
-        exported["output_multiplier"] = head.output_multiplier
+        dflash_config["output_multiplier"] = head.output_multiplier
     if head.final_logit_softcapping is not None:
-        exported["final_logit_softcapping"] = head.final_logit_softcapping
+        dflash_config["final_logit_softcapping"] = head.final_logit_softcapping
     return exported

@@ -79,6 +79,13 @@ class FlatParameters:
             if gradient is not None:  # else a linear has added it
                 gradient_sum.add(gradient)
 
+    @torch.no_grad()
+    def begin_with(self, masters: dict[str, Tensor]) -> None:
+        """Take these masters, by name, for a run at its beginning."""
+        for name, master in self.masters_by_name.items():
+            master.copy_(masters[name])
+        self.refresh_weights()
+
     def refresh_weights(self) -> None:
         """Make the weights those of the masters, rounded."""
         if self.weights is not self.masters:

@@ -17,6 +17,7 @@ from train.checkpoint import checkpoint_step, read_state
 from train.config import RunConfig
 from train.order import RowOrder
 from train.rundir import begin_or_continue
+from train.start import start_notes
 
 KERNEL_HEAD_DIMS = (16, 32, 64, 128, 256)
 FLOAT8_MULTIPLE = 16  # of every dimension of an 8-bit product
@@ -46,17 +47,19 @@ def preflight(config: RunConfig, cache: Path, run: Path, *, world_size: int, res
     if manifest.plan.num_train_rows == 0:
         raise CacheError(f"{cache} has no rows to train on, only held-out ones: lower data.holdout_fraction")
     _check_machine(config, world_size)
+    checkpoint = begin_or_continue(run, config, manifest, resume=resume)
     return Beginning(
         num_steps=RowOrder.of(config, manifest.plan).num_steps(config.train),
-        checkpoint=begin_or_continue(run, config, manifest, resume=resume),
-        notes=manifest.moved(config.target, config.data),
+        checkpoint=checkpoint,
+        notes=manifest.moved(config.target, config.data) + (start_notes(config) if checkpoint is None else []),
     )
 
 
 def preflight_without_cache(config: RunConfig, run: Path, *, world_size: int, resume: bool) -> None:
     """Raise UsageError for whatever would stop the run on any cache that the config describes. Writes nothing."""
     _check_machine(config, world_size)
-    begin_or_continue(run, config, None, resume=resume)
+    if begin_or_continue(run, config, None, resume=resume) is None:
+        start_notes(config)
 
 
 def check_files(cache: Path, checkpoint: Path | None) -> None:

@@ -30,6 +30,7 @@ from train.records import best_acceptance_length, name_rows, read_metrics
 from train.rundir import MetricsLog, record_config
 from train.runtime import compute_on_one_thread_deterministically
 from train.saver import Saver
+from train.start import record_start, start_weights
 from train.step import TrainStep
 from train.target_head import TargetHead
 from train.trainer import DTYPES, Trainer
@@ -60,6 +61,8 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
     if checkpoint is not None:
         load_checkpoint(checkpoint, config, trainer)
         first_step = int(trainer.step.counters.step)
+    elif config.train.init_from is not None:
+        trainer.flat.begin_with(start_weights(config))
     readahead = Readahead(
         reader,
         feed.layers,
@@ -150,6 +153,8 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
 
 def begin_log(run: Path, config: RunConfig, reader: CacheReader, *, first_step: int) -> MetricsLog:
     record_config(run, config, reader.manifest, reader.cache)
+    if first_step == 0 and config.train.init_from is not None:
+        record_start(run, config)
     return MetricsLog(run, first_step=first_step)
 
 

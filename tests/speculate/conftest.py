@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from speculate.checkpoint import DraftCheckpoint
 from speculate.target import LiveTarget, read_architecture
 from tests.speculate.tiny import PAIRS, Scale, make_drafter, make_target, run_config
 from train.drafter import Drafter
+from train.published import DraftCheckpoint
 
 CPU = torch.device("cpu")
 

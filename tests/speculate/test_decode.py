@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from speculate.acceptance import measure
-from speculate.decode import Round, clip, count_matching, decode_plainly, decode_speculatively
+from speculate.decode import Round, clip, decode_plainly, decode_speculatively
 from speculate.drafting import BlockDrafter
+from speculate.sampling import Draft, count_matching
 from speculate.target import LiveTarget
 from tests.reference import speculate as reference
 from tests.reference.drafter import Shape
@@ -33,11 +34,11 @@ class Knowing:
     def extend(self, features_TF: Tensor) -> None:
         self.num_context_tokens += len(features_TF)
 
-    def propose(self, anchor_token_id: int, num_drafted: int) -> list[int]:
+    def propose(self, anchor_token_id: int, num_drafted: int) -> Draft:
         anchor = self.num_context_tokens - len(PROMPT)  # the answer's place of the token after the context
         assert anchor_token_id == self.own_ids[anchor]
         places = range(anchor + 1, anchor + 1 + num_drafted)
-        return [self.own_ids[place] ^ (place in self.wrong) for place in places]
+        return Draft([self.own_ids[place] ^ (place in self.wrong) for place in places])
 
 
 def uncached(target: LiveTarget, token_ids: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
@@ -76,11 +77,11 @@ class Helped(BlockDrafter):
         self.num_prompt_tokens = num_prompt_tokens
         self.drafted: list[list[int]] = []
 
-    def propose(self, anchor_token_id: int, num_drafted: int) -> list[int]:
-        drafted = super().propose(anchor_token_id, num_drafted)
+    def propose(self, anchor_token_id: int, num_drafted: int) -> Draft:
+        drafted = super().propose(anchor_token_id, num_drafted).token_ids
         anchor = self.num_context_tokens - self.num_prompt_tokens
         self.drafted.append(help_draft(drafted, self.own_ids, anchor))
-        return self.drafted[-1]
+        return Draft(self.drafted[-1])
 
 
 def help_draft(drafted: list[int], own_ids: list[int], anchor: int) -> list[int]:

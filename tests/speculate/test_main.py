@@ -12,7 +12,7 @@ from speculate.__main__ import main
 from speculate.acceptance import measure
 from speculate.decode import Decoded, Round, decode_plainly
 from speculate.prompts import Prompt
-from speculate.report import Difference, Report
+from speculate.report import Difference, Report, Speed
 from speculate.run import conclude, find_difference, find_differences
 from speculate.target import LiveTarget, read_architecture
 from tests.speculate.conftest import CPU, Pair
@@ -86,11 +86,32 @@ def test_parts_by_name(
     assert low <= result["acceptance_length_pooled"] <= high
     assert result["acceptance_length_pooled"] == 2 * (NEW_TOKENS - 1) / result["rounds"]
     assert (result["device"], result["dtype"]) == ("cpu", "float32")
+    assert result["by_source"] == {"prompts": result["acceptance_length_macro"]}
+    assert result["tokens_per_second"] > 0 < result["plain_tokens_per_second"]
+    assert set(result["replayed"]) == {"offline", "prompt_lookup", "untrained", "other_context"}
+    for compared in result["replayed"].values():
+        assert 1.0 <= compared["acceptance_length_pooled"] <= 4.0
     output = capsys.readouterr().out
     assert "prompt 1/2: 6 tokens in " in output
     assert " rounds  ETA 00:" in output
     assert "prompt 2/2" in output
     assert "yes: every token is the target's own" in output
+
+
+def test_answers_at_a_temperature(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: Path, run: Path, tmp_path: Path
+) -> None:
+    def answered(*arguments: object) -> dict:
+        parts = ("--config", config, "--run", run, "--num-prompts", 2, "--json", tmp_path / "out.json")
+        assert call(monkeypatch, *parts, "--max-new-tokens", 12, "--temperature", 0.9, *arguments) == 0
+        result = json.loads((tmp_path / "out.json").read_text())
+        return {key: value for key, value in result.items() if "per_second" not in key}
+
+    result = answered("--seed", 3)
+    assert (result["lossless"], result["replayed"], result["temperature"]) == (None, {}, 0.9)
+    assert "drawn at temperature 0.9" in capsys.readouterr().out
+    assert answered("--seed", 3) == result
+    assert answered("--seed", 4) != result
 
 
 def test_parts_by_config(monkeypatch: pytest.MonkeyPatch, config: Path, run: Path, qwen3: Pair, tmp_path: Path) -> None:
@@ -110,6 +131,8 @@ def test_parts_by_config(monkeypatch: pytest.MonkeyPatch, config: Path, run: Pat
         (("--target", "a", "--drafter", "b", "--prompts", "c"), "b/config.json does not exist"),
         (("--target", "a", "--drafter", "b", "--prompts", "c", "--num-prompts", "0"), "num_prompts is 0"),
         (("--target", "a", "--drafter", "b", "--prompts", "c", "--max-new-tokens", "1"), "max_new_tokens is 1"),
+        (("--target", "a", "--drafter", "b", "--prompts", "c", "--temperature", "-1"), "speculate.temperature is -1.0"),
+        (("--target", "a", "--drafter", "b", "--prompts", "c", "--seed", "-1"), "speculate.seed is -1"),
         (("--target", "a", "--drafter", "b", "--prompts", "c", "--run", "d"), "--run has no effect"),
         (("--target", "a", "--drafter", "b", "--prompts", "c", "train.lr=1"), "'train.lr=1' has no effect"),
         (("--target", "a", "--drafter", "b", "--prompts", "c", "--json", "no/out.json"), "directory no does not exist"),
@@ -143,7 +166,7 @@ def test_wrong_configs_are_one_sentence(
 
 
 def test_a_changed_answer_is_found_with_its_gap(qwen3: Pair) -> None:
-    prompt = Prompt(where="prompts.jsonl, line 9", token_ids=[70, 71])
+    prompt = Prompt(where="prompts.jsonl, line 9", source="prompts", token_ids=[70, 71])
     own_ids = [10, 11, 12]
     same = Decoded(token_ids=[10, 11, 12], rounds=[])
     other = Decoded(token_ids=[10, 99, 12], rounds=[])
@@ -164,7 +187,7 @@ def test_a_changed_answer_is_found_with_its_gap(qwen3: Pair) -> None:
 def test_after_a_tie_the_rest_is_compared(qwen3: Pair) -> None:
     """The head gets the first answer's token twice, so either may come. Then a token goes wrong that is no tie."""
     target = LiveTarget.load(read_architecture(qwen3.target_folder, "bfloat16", CPU), qwen3.checkpoint, CPU)
-    prompt = Prompt(where="prompts.jsonl, line 9", token_ids=[70, 71])
+    prompt = Prompt(where="prompts.jsonl, line 9", source="prompts", token_ids=[70, 71])
     (own,) = decode_plainly(target, prompt.token_ids, 1)
     twin = own + 1
     target.model.lm_head.weight.data[twin] = target.model.lm_head.weight[own]
@@ -203,8 +226,12 @@ def report_of(dtype: str, *differences: Difference) -> Report:
         dtype=dtype,
         block_size=3,
         max_new_tokens=8,
+        temperature=0.0,
         prompts=5,
         new_tokens=40,
+        speed=Speed(tokens_per_second=30.0, plain_tokens_per_second=20.0),
+        by_source={"code": 1.5, "chat": None},
+        replayed={},
         acceptance=measure([[Round(num_committed=2, num_accepted=1), Round(num_committed=1, num_accepted=0)]], 3),
         differences=list(differences),
     )
@@ -247,4 +274,6 @@ def test_a_changed_answer_fails_the_run_after_the_report(
     output = capsys.readouterr().out
     assert "lossless        NO" in output
     assert "1.500" in output  # τ: three tokens in two rounds
+    assert "  code          1.500\n  chat          –\n" in output
+    assert "30.0 tokens a second, 1.50 × the target alone, 20.0" in output
     assert "50.0%" in output  # slot 1

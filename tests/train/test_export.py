@@ -124,9 +124,10 @@ def test_causality_is_exported_when_it_is_set(tmp_path, is_causal):
 def test_scales_and_softcap_of_the_target_are_exported(tmp_path):
     head = replace(PLAIN_HEAD, input_embedding_scale=8.0, output_multiplier=0.25, final_logit_softcapping=30.0)
     config, _ = export(tmp_path, head=head)
-    assert config["input_embedding_scale"] == 8.0
-    assert config["output_multiplier"] == 0.25
-    assert config["final_logit_softcapping"] == 30.0
+    dflash = config["dflash_config"]
+    assert dflash["input_embedding_scale"] == 8.0
+    assert dflash["output_multiplier"] == 0.25
+    assert dflash["final_logit_softcapping"] == 30.0
 
 
 def test_sliding_layers_are_exported(tmp_path):
@@ -154,3 +155,66 @@ def test_a_name_or_shape_that_is_off_does_not_get_out(change):
         tensors["fc.weight"] = tensors["fc.weight"].T
     with pytest.raises(AssertionError, match=r"k_norm|rotary_emb|fc\.weight"):
         check_exported(tensors, BASE)
+
+
+# What SGLang (srt/models/dflash.py, srt/speculative/dflash_utils.py) and vLLM (models/qwen3_dflash.py) read, and how.
+# Both ignore in silence what they don't know, and put defaults in the place of what is missing.
+EXPECTED_BY_ENGINES = {
+    "both choose the model by architectures": lambda config: config["architectures"] == ["DFlashDraftModel"],
+    "both read a Qwen3 config": lambda config: config["model_type"] == "qwen3",
+    "SGLang refuses another activation": lambda config: config["hidden_act"] == "silu",
+    "SGLang takes block_size from dflash_config first": lambda config: config["dflash_config"]["block_size"] == 8,
+    "older ones take block_size from the top": lambda config: config["block_size"] == 8,
+    "the mask is a whole number, not negative": lambda config: type(config["dflash_config"]["mask_token_id"]) is int,
+    "layers are whole numbers below num_target_layers": lambda config: all(
+        type(layer) is int and 0 <= layer < config["num_target_layers"]
+        for layer in config["dflash_config"]["target_layer_ids"]
+    ),
+    "vLLM reads rope_parameters": lambda config: config["rope_parameters"]["rope_theta"] == config["rope_theta"],
+    "older ones read rope_scaling, which is none": lambda config: config["rope_scaling"] is None,
+    "both size rotary caches by max_position_embeddings": lambda config: config["max_position_embeddings"] > 0,
+    "SGLang wants one layer type a layer": lambda config: len(config["layer_types"]) == config["num_hidden_layers"],
+    "of two kinds": lambda config: set(config["layer_types"]) <= {SLIDING, FULL},
+    "sliding layers have a window": lambda config: (
+        isinstance(config["sliding_window"], int) == (SLIDING in config["layer_types"]) == config["use_sliding_window"]
+    ),
+    "vLLM's draft vocabulary is the target's": lambda config: config["vocab_size"] == 50,
+    "SGLang reads the factors in dflash_config only": lambda config: (
+        not {"output_multiplier", "final_logit_softcapping", "input_embedding_scale"} & config.keys()
+    ),
+    "vLLM takes these for another drafter": lambda config: (
+        not {"use_swa", "swa_window_size", "use_aux_hidden_state", "causal"} & config["dflash_config"].keys()
+        and not {"eagle_config", "draft_vocab_size", "logit_scale", "quantization_config"} & config.keys()
+    ),
+}
+EXPORTS = {
+    "plain": {},
+    "sliding": {"layer_types": (SLIDING, SLIDING, FULL), "sliding_window": 32},
+    "scaled": {
+        "head": replace(PLAIN_HEAD, input_embedding_scale=8.0, output_multiplier=0.25, final_logit_softcapping=30.0)
+    },
+}
+
+
+@pytest.mark.parametrize("expected", EXPECTED_BY_ENGINES)
+@pytest.mark.parametrize("name", EXPORTS)
+def test_engines_find_what_they_read(tmp_path, name, expected):
+    config, _ = export(tmp_path, **EXPORTS[name])
+    assert EXPECTED_BY_ENGINES[expected](config)
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_engines_take_every_tensor(tmp_path, name):
+    """Both join q, k, v and gate, up themselves, by these parts of names; what they don't know they drop unsaid."""
+    export(tmp_path, **EXPORTS[name])
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+        assert {file.get_slice(tensor).get_dtype() for tensor in names} == {"BF16"}
+    whole = {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    parts = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "gate_proj", "up_proj", "down_proj"}
+    parts |= {"input_layernorm", "post_attention_layernorm"}
+    for tensor in names - whole:
+        layers, index, *_, part, kind = tensor.split(".")
+        assert (layers, kind) == ("layers", "weight")
+        assert int(index) in range(3)
+        assert part in parts

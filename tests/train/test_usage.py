@@ -44,6 +44,7 @@ WRONG_SETTINGS = {  # override → what the sentence must say
     'target.path="a\\u0000b"': "target.path has 'a\\x00b', which can be no path",
     "speculate.foo=1": "unknown key 'speculate.foo'",
     "extract.lr=nan": "unknown key 'extract.lr'",
+    "train.init_from=none": "none/config.json does not exist: the drafter must be a directory with config.json in it",
     "train.gpus=[-1]": "by number",
     "train.gpus=[999]": "names GPUs [999]",
     "train.loss=mse": "must be one of",

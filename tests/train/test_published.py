@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shards.errors import UsageError
-from speculate.checkpoint import DraftCheckpoint
 from tests.speculate.tiny import DRAFTER, TARGETS, Scale, make_drafter, run_config
 from train.drafter import split_projections
+from train.published import DraftCheckpoint
 
 SHAPE = TARGETS["qwen3"]
 SLIDING = replace(

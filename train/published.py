@@ -1,16 +1,19 @@
 """A drafter as it was exported: `config.json` and `model.safetensors`, from this project's training or published.
 
-Everything that decoding needs is read from the checkpoint's own config.json. What this program would run otherwise
+Everything that a drafter needs is read from the checkpoint's own config.json. What this program would run otherwise
 than the checkpoint means it (a rotary scaling, another activation, further weights) is refused.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from shards.errors import UsageError
 from shards.sections import DrafterConfig, LayerType
@@ -54,18 +57,34 @@ class DraftCheckpoint:
 
     def load_drafter(self, device: torch.device, dtype: torch.dtype) -> Drafter:
         """The drafter with its weights; raise UsageError unless they are exactly those that its config asks for."""
+        drafter = self._skeleton()
+        drafter.load_state_dict(self.load_weights(device, dtype), assign=True)
+        return drafter.eval()
+
+    def load_weights(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The drafter's parameters by name, in the target's basis; raises UsageError as `load_drafter` does."""
+        with self._checked_weights(device) as file:
+            return join_projections({name: file.get_tensor(name).to(dtype) for name in file.keys()})  # noqa: SIM118
+
+    def check_weights(self) -> None:
+        """Raise UsageError as `load_drafter` does, having read names and shapes alone."""
+        with self._checked_weights(torch.device("cpu")):
+            pass
+
+    def _skeleton(self) -> Drafter:
         with torch.device("meta"):
-            drafter = Drafter(self.drafter, self.hidden_size)
+            return Drafter(self.drafter, self.hidden_size)
+
+    @contextmanager
+    def _checked_weights(self, device: torch.device) -> Iterator[safe_open]:
         path = self.directory / WEIGHTS_FILE
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
-                names = list(file.keys())
-                _check_tensors(path, {name: tuple(file.get_slice(name).get_shape()) for name in names}, drafter)
-                tensors = {name: file.get_tensor(name).to(dtype) for name in names}
+                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                _check_tensors(path, shapes, self._skeleton())
+                yield file
         except (OSError, SafetensorError) as error:
             raise UsageError(f"{path} cannot be read: {error}") from None
-        drafter.load_state_dict(join_projections(tensors), assign=True)
-        return drafter.eval()
 
 
 class ExportedConfig:
