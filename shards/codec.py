@@ -70,6 +70,7 @@ class Int8:
 
     name: ClassVar[str] = "int8"
     code_dtype: ClassVar[np.dtype] = np.dtype("i1")
+    largest_integer: ClassVar[int] = 128  # that a code has room for
     is_rotated: ClassVar[bool] = True
     is_compressed: ClassVar[bool] = False
 
@@ -85,6 +86,10 @@ class Int8:
         scales, divisors = _scales(np.abs(groups).max(-1) * INT8_SCALE)
         codes = np.clip(np.rint(groups / divisors[..., None]), -127, 127)
         return Encoded(codes.astype(np.int8).reshape(values.shape), scales)
+
+    def integers(self, codes: np.ndarray) -> np.ndarray:
+        """int8 [..., H]: what the scales of the groups multiply."""
+        return codes
 
     def decode_stored(self, encoded: Encoded) -> np.ndarray:
         """float32 [..., H], rotated; exact."""
@@ -105,6 +110,7 @@ class Int4:
 
     name: ClassVar[str] = "int4"
     code_dtype: ClassVar[np.dtype] = np.dtype("u1")
+    largest_integer: ClassVar[int] = 8  # that a code has room for
     is_rotated: ClassVar[bool] = True
     is_compressed: ClassVar[bool] = False
 
@@ -123,12 +129,15 @@ class Int4:
         nibbles = codes.view(np.uint8) & np.uint8(15)
         return Encoded(nibbles[..., 0::2] | nibbles[..., 1::2] << np.uint8(4), scales)
 
+    def integers(self, codes: np.ndarray) -> np.ndarray:
+        """int8 [..., H]: what the scales of the groups multiply."""
+        pairs = codes.astype(np.uint16)
+        nibbles = ((pairs | pairs << np.uint16(4)) & np.uint16(0x0F0F)).view(np.int8)
+        return (nibbles ^ np.int8(8)) - np.int8(8)
+
     def decode_stored(self, encoded: Encoded) -> np.ndarray:
         """float32 [..., H], rotated; exact."""
-        packed = encoded.codes
-        nibbles = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
-        codes = (nibbles ^ np.uint8(8)).astype(np.int8) - np.int8(8)
-        return _scaled(codes.reshape(*packed.shape[:-1], 2 * packed.shape[-1]), encoded.scales)
+        return _scaled(self.integers(encoded.codes), encoded.scales)
 
     def decode(self, encoded: Encoded) -> np.ndarray:
         """float32 [..., H], in the target's basis."""

@@ -6,21 +6,15 @@ runs, because a shard's bytes are a function of the plan. Written last into a sh
 
 import hashlib
 import json
-import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
-from shards.codec import Codec, Encoded
 from shards.config import build_section
 from shards.errors import CacheError, UsageError
 from shards.manifest import SEAL, Manifest, check_seal, read_json, sealed
 from shards.schema import SHARD_FILE, published_shards, shard_arrays, shard_files, shard_name
-
-MEASURED_TOKENS = 16  # decoded at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,37 +45,6 @@ class Statistics:
 
     rms: float
     max_abs: float
-
-
-class StateSums:
-    """The sums that the statistics of one array of a shard are made of, while its rows come in."""
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-        self._sum_of_squares = 0.0
-        self._max_abs = 0.0
-        self._num_channels = 0
-
-    def add(self, encoded: Encoded) -> None:
-        """Add a row, codes [T, …]. Padding and quarantine are zeros, which change neither sum nor maximum.
-
-        In small pieces, so that the copies stay in the CPU's cache; the order of summation is fixed.
-        """
-        for start in range(0, len(encoded.codes), MEASURED_TOKENS):
-            tokens = slice(start, start + MEASURED_TOKENS)
-            scales = None if encoded.scales is None else encoded.scales[tokens]
-            values = self._codec.decode_stored(Encoded(encoded.codes[tokens], scales))
-            self._num_channels = values.shape[-1]
-            self._sum_of_squares += float(np.square(values, dtype=np.float64).sum())
-            self._max_abs = max(self._max_abs, float(np.abs(values).max()))
-
-    def statistics(self, name: str, num_tokens: int) -> Statistics:
-        """Of `num_tokens` tokens outside of padding and quarantine. Raises ValueError unless all values are finite."""
-        if not math.isfinite(self._sum_of_squares):
-            raise ValueError(f"{name} has values that are not finite")
-        return Statistics(
-            rms=math.sqrt(self._sum_of_squares / max(1, num_tokens * self._num_channels)), max_abs=self._max_abs
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,8 @@ from shards.codec import CODECS, Encoded
 from shards.durable import json_text, sync_directory, sync_file, sync_tree, temporary_beside, write_json
 from shards.errors import CacheError, RunError, UsageError
 from shards.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest
-from shards.record import FileRecord, Quarantined, ShardRecord, StateSums
+from shards.measure import StateSums
+from shards.record import FileRecord, Quarantined, ShardRecord
 from shards.schema import (
     FINAL_HIDDEN,
     LOST_AND_FOUND,
@@ -184,10 +185,11 @@ def _write_arrays(directory: Path, manifest: Manifest, shard: int, rows: Iterabl
         list(pool.map(ArrayWriter.write_index, writers.values()))
         names = file_names(directory)
         records = list(pool.map(_sync_and_record, [directory / name for name in names]))
+    num_values = num_measured_tokens * manifest.target.hidden_size
     return ShardRecord(
         shard=shard,
         num_measured_tokens=num_measured_tokens,
-        statistics={name: of.statistics(name, num_measured_tokens) for name, of in sums.items()},
+        statistics={name: of.statistics(name, num_values) for name, of in sums.items()},
         quarantined=tuple(quarantined),
         files=dict(zip(names, records, strict=True)),
     )

@@ -114,6 +114,7 @@ class TrainConfig:
     capture: bool = True  # on a GPU: replay every step as one CUDA graph; False launches its kernels one by one
     recompute: Literal["none", "mlp", "layer"] = "none"  # in the backward, instead of keeping it in memory
     compile_cache: str = ".compile-cache"  # directory where compiled kernels are kept between runs
+    readahead_rows: int = 4  # per rank: rows that the kernel is asked for before they are needed
     seed: int = 0
     log_every: int = 10
     eval_every: int = 500
@@ -124,7 +125,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         positive = ("num_anchors", "rows_per_micro_step", "lr", "eps", "clip_norm")
         every = ("log_every", "eval_every", "save_every", "keep_checkpoints", "max_bad_steps")
-        require_positive(self, "train", *positive, *every)
+        require_positive(self, "train", *positive, *every, "readahead_rows")
         require_positive(self, "train", "rows_per_step", "epochs", at_most=MAX_EPOCHS_OR_ROWS)
         require_path("train.compile_cache", self.compile_cache)
         if self.max_steps is not None:

@@ -1,5 +1,6 @@
 """The order of rows: global, a pure function of (seed, epoch, number of rows), the same for any number of ranks."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
@@ -46,8 +47,12 @@ class RowOrder:
 
     def micro_steps(self, step: int, *, rank: int, world_size: int, rows_per_micro_step: int) -> list[list[int]]:
         """What one rank reads in one step: a list of rows for each micro-step."""
-        rows = self.step_rows(step)[rank::world_size]
+        rows = list(self.rank_rows([step], rank=rank, world_size=world_size))
         return [rows[i : i + rows_per_micro_step] for i in range(0, len(rows), rows_per_micro_step)]
+
+    def rank_rows(self, steps: Iterable[int], *, rank: int, world_size: int) -> Iterator[int]:
+        """What one rank reads in `steps`, one row after the other."""
+        return (row for step in steps for row in self.step_rows(step)[rank::world_size])
 
 
 @lru_cache(maxsize=2)

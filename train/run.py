@@ -25,6 +25,7 @@ from train.metrics import summarise
 from train.order import RowOrder
 from train.progress import Progress
 from train.ranks import Ranks
+from train.readahead import Readahead, file_cache_bytes
 from train.rundir import MetricsLog, record_config
 from train.runtime import compute_on_one_thread_deterministically
 from train.step import TrainStep
@@ -55,6 +56,13 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
     if checkpoint is not None:
         load_checkpoint(checkpoint, config, trainer)
         first_step = int(trainer.step.counters.step)
+    readahead = Readahead(
+        reader,
+        feed.layers,
+        order.rank_rows(range(first_step, num_steps), rank=ranks.rank, world_size=ranks.world_size),
+        num_rows=config.train.readahead_rows,
+        memory_bytes=file_cache_bytes(),
+    )
     log: MetricsLog | None = None
 
     def save() -> None:
@@ -82,6 +90,7 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
                 feed.load(micro_rows, epoch=order.epoch(k))
                 trainer.step.micro_step(i)
                 feed.wait.finish_step()
+                readahead.advance(micro_rows)
             done = k + 1
             is_last = done == num_steps
             must_stop = interrupt.agreed()

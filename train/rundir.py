@@ -33,6 +33,7 @@ MAY_CHANGE = {
     "train.eval_every",
     "train.save_every",
     "train.keep_checkpoints",
+    "train.readahead_rows",
     "train.max_bad_steps",
     "train.capture",
     "train.recompute",

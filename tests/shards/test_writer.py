@@ -148,8 +148,8 @@ def test_quarantine_is_recorded_and_left_out_of_the_statistics(tmp_path: Path) -
     values = (rows.hidden[4][measured_RT].astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     assert record.num_measured_tokens == measured_RT.sum()
     assert record.statistics["hidden/4"].max_abs == np.abs(values).max()
-    # Two sums of n float64 squares in different order differ by a few n·2⁻⁵³ at most.
-    assert record.statistics["hidden/4"].rms == pytest.approx(np.sqrt(np.mean(values**2)), rel=values.size * 2.0**-52)
+    # Sums of up to 128 squares are float32's: off by 128·2⁻²⁴ of themselves at most, and a root halves that.
+    assert record.statistics["hidden/4"].rms == pytest.approx(np.sqrt(np.mean(values**2)), rel=64 * 2.0**-24)
 
 
 def break_format(rows: ShardRows, how: str) -> ShardRows:
