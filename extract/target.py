@@ -9,7 +9,7 @@ unless the final hidden state is wanted.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import transformers
@@ -119,18 +119,27 @@ def load_model(architecture: Architecture, num_layers: int, device: torch.device
     return model.eval()
 
 
+def num_run_layers(architecture: Architecture, cache: CacheConfig) -> int:
+    """Up to the last one that is captured."""
+    return architecture.text_config.num_hidden_layers if cache.final_hidden else cache.layers[-1] + 1
+
+
 class Target:
     """A loaded target and the hooks that capture its layers."""
 
-    def __init__(self, architecture: Architecture, cache: CacheConfig, device: torch.device) -> None:
+    @classmethod
+    def load(cls, architecture: Architecture, cache: CacheConfig, device: torch.device) -> Self:
+        """With the layers that are to run, and no others."""
+        return cls(architecture, cache, load_model(architecture, num_run_layers(architecture, cache), device))
+
+    def __init__(self, architecture: Architecture, cache: CacheConfig, model: PreTrainedModel) -> None:
         self.num_layers = architecture.text_config.num_hidden_layers
         self.hidden_size = architecture.text_config.hidden_size
         self.final_hidden = cache.final_hidden
         self.captured_layers = [*cache.layers, *([self.num_layers] if cache.final_hidden else [])]
-        self.device = device
-        num_loaded = self.num_layers if cache.final_hidden else cache.layers[-1] + 1
-        self.decoder = load_model(architecture, num_loaded, device).get_decoder()
-        self.attention_kinds = set(architecture.layer_types[:num_loaded])
+        self.device = model.device
+        self.decoder = model.get_decoder()
+        self.attention_kinds = set(architecture.layer_types[: num_run_layers(architecture, cache)])
         self.sliding_window = getattr(architecture.text_config, "sliding_window", None)
         self._captured: dict[int, Tensor] = {}
         for layer in cache.layers:
@@ -148,14 +157,18 @@ class Target:
 
         Padding slots have document id −1 and come out as something finite and meaningless.
         """
-        output = self.decoder(
-            input_ids=input_ids_RT,
-            position_ids=position_ids_RT,
-            attention_mask=self._attention_mask(document_ids_RT),
-            use_cache=False,
-        )
+        output = self.decoder(**self.arguments(input_ids_RT, position_ids_RT, document_ids_RT))
         captured, self._captured = self._captured, {}
         return captured | ({self.num_layers: output.last_hidden_state} if self.final_hidden else {})
+
+    def arguments(self, input_ids_RT: Tensor, position_ids_RT: Tensor, document_ids_RT: Tensor) -> dict[str, Any]:
+        """Of the model's forward pass over packed rows."""
+        return {
+            "input_ids": input_ids_RT.to(self.device),
+            "position_ids": position_ids_RT.to(self.device),
+            "attention_mask": self._attention_mask(document_ids_RT.to(self.device)),
+            "use_cache": False,
+        }
 
     def _attention_mask(self, document_ids_RT: Tensor) -> Tensor | dict[str, Tensor]:
         """One mask, or one for each kind of layer, which every family with mixed kinds accepts."""

@@ -34,7 +34,7 @@ def work(job: Job, missing: Sequence[int], gpus: Sequence[str]) -> None:
     device = _claim_device(gpus)
     manifest = Manifest.read(job.directory)
     if shards := missing[rank::world_size]:
-        target = Target(read_architecture(job.target, job.cache), job.cache, device)
+        target = Target.load(read_architecture(job.target, job.cache), job.cache, device)
         plan = PlanArrays.read(job.directory / PLAN_DIRECTORY)
         with Progress(job.directory, manifest, plan, is_shown=rank == 0) as progress:
             make_shards(job, manifest, plan, target, shards, progress)

@@ -33,7 +33,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def load(folder: Path, cache: CacheConfig = CACHE) -> Target:
-    return Target(read_architecture(config_of(folder), cache), cache, torch.device("cpu"))
+    return Target.load(read_architecture(config_of(folder), cache), cache, torch.device("cpu"))
 
 
 def packed_rows(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -9,11 +9,12 @@ pytest.importorskip("triton", reason="triton is not installed: `make test-kernel
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("the kernels are interpreted by `make test-kernels` only", allow_module_level=True)
 
+from train.swiglu_kernels import swiglu_kernel
+
 from tests.kernels.attention import check
 from train.float8 import Float8
 from train.head import loss_and_gradient
 from train.head_kernels import loss_and_float8_gradient, loss_and_gradient_kernel
-from train.swiglu_kernels import swiglu_kernel
 
 CPU = torch.device("cpu")
 DOCUMENTS = {
