@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.random_target import MASK_ID, MIN_VOCAB_SIZE, SHAPES, TargetShape, write_model_config
 from extract.job import Job
 from extract.progress import Progress
+from extract.storing import Storing
 from extract.target import Target, num_run_layers, read_architecture
 from extract.worker import make_shards
 from shards.codec import CODECS, Encoded
@@ -202,12 +203,17 @@ def run_stage(job: Job, manifest: Manifest, plan: PlanArrays, target: Target, de
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     started_s = time.perf_counter()
-    with Progress(job.directory, manifest, plan, is_shown=False) as progress:
-        make_shards(job, manifest, plan, target, range(manifest.plan.num_shards), progress)
+    shards = range(manifest.plan.num_shards)
+    with (
+        Storing(job.directory, manifest, shards) as storing,
+        Progress(job.directory, manifest, plan, is_shown=False) as progress,
+    ):
+        make_shards(job, manifest, plan, target, shards, storing, progress)
     seconds = time.perf_counter() - started_s
     num_bytes = sum(path.stat().st_size for path in job.directory.glob("shard-*/**/*") if path.is_file())
     own, children = (resource.getrusage(of).ru_maxrss * 1024 for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     rest = {
+        "waiting_for_disk": round(storing.waited_s / seconds, 4),
         "write_gb_per_second": round(num_bytes / seconds / 1e9, 4),
         "host_memory_gb": round(own / 1e9, 2),
         "host_memory_of_writer_gb": round(children / 1e9, 2),

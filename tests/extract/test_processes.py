@@ -137,14 +137,35 @@ def test_a_worker_that_is_killed_ends_the_job_with_one_sentence(copy: Path) -> N
     )
 
 
+def test_a_writer_that_is_killed_ends_the_job_with_one_sentence(copy: Path) -> None:
+    process = start(write_long_project(copy))
+    wait_for_shards(process, copy / "cache", 1)
+    (worker,) = workers_of(process)
+    (writer,) = children_of(worker)
+    os.kill(writer, signal.SIGKILL)
+    output, error = process.communicate()
+    assert process.returncode == 1, output + error
+    assert error == (
+        f"error: worker 0 failed: its writer, process {writer}, was ended (SIGKILL); published shards are kept, "
+        "the same command continues\n"
+    )
+
+
 def workers_of(launcher: subprocess.Popen[str]) -> list[int]:
     workers = []
-    for task in Path(f"/proc/{launcher.pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # threads and processes come and go meanwhile
-            for child in (task / "children").read_text().split():
-                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    workers.append(int(child))
+    for child in children_of(launcher.pid):
+        with contextlib.suppress(OSError):
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                workers.append(child)
     return workers
+
+
+def children_of(process: int) -> list[int]:
+    children = []
+    for task in Path(f"/proc/{process}/task").iterdir():
+        with contextlib.suppress(OSError):  # threads and processes come and go meanwhile
+            children += [int(child) for child in (task / "children").read_text().split()]
+    return children
 
 
 def test_what_nobody_expects_comes_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
