@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.random_target import MASK_ID, MIN_VOCAB_SIZE, SHAPES, TargetShape, write_model_config
+from extract.attention import BY_MASK, attention_of
 from extract.job import Job
 from extract.progress import Progress
 from extract.storing import Storing
@@ -53,7 +54,7 @@ def main() -> int:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file of configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--directory", type=Path, help="where the cache is written and removed (default: a temporary)")
-    parser.add_argument("--rows", type=int, default=24, help="rows through the stage (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=60, help="rows through the stage (default: %(default)s)")
     parser.add_argument("--mean-tokens", type=float, default=948.0, help="of a document (default: %(default)s)")
     parser.add_argument("--json", action="store_true")
     return run_command(lambda: run(parser.parse_intermixed_args()))
@@ -109,7 +110,8 @@ def measure(job: Job, device: torch.device) -> dict[str, Any]:
     manifest = Manifest.read(job.directory)
     plan = PlanArrays.read(job.directory / PLAN_DIRECTORY)
     architecture = read_architecture(job.target, job.cache)
-    model = random_model(architecture.config, architecture.dtype, device)
+    name = attention_of(type(architecture.skeleton), architecture.text_config, architecture.dtype, device)
+    model = random_model(architecture.config, architecture.dtype, name, device)
     rows = [row_tensors(plan, row, job.cache.row_tokens) for row in range(min(NUM_BARE_ROWS, manifest.plan.num_rows))]
     target = Target(architecture, job.cache, model)
     row_tokens = job.cache.row_tokens
@@ -121,12 +123,12 @@ def measure(job: Job, device: torch.device) -> dict[str, Any]:
     def whole(*row: Tensor) -> None:
         model(**target.arguments(*row))
 
-    def causal(ids_RT: Tensor, positions_RT: Tensor, _documents_RT: Tensor) -> None:
-        model(ids_RT.to(device), position_ids=positions_RT.to(device), use_cache=False)
+    def causal(ids_RT: Tensor, *_: Tensor) -> None:
+        model(ids_RT.to(device), use_cache=False)
 
     with torch.inference_mode():
         full = rate(whole)
-        with attention(model, "sdpa"):
+        with attention(model, BY_MASK):
             full_causal = rate(causal)
             alone = states_alone(model, job, plan, row=0)
         full_flop = flop_per_token(model, architecture.text_config, lengths, row_tokens)
@@ -141,6 +143,7 @@ def measure(job: Job, device: torch.device) -> dict[str, Any]:
     return checks | {
         "tokens": f"{manifest.plan.num_rows} rows of {row_tokens}, {manifest.plan.num_documents} documents",
         "codec": job.cache.codec,
+        "attention": name,
         "bare_tokens_per_second": round(full, 1),
         "bare_one_document_a_row_tokens_per_second": round(full_causal, 1),
         "bare_needed_layers_tokens_per_second": round(skipped, 1),
@@ -156,10 +159,10 @@ def measure(job: Job, device: torch.device) -> dict[str, Any]:
     }
 
 
-def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def random_model(config: Any, dtype: torch.dtype, attention: str, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(0)
     with device:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
 
 
 @contextmanager
@@ -202,14 +205,16 @@ def run_stage(job: Job, manifest: Manifest, plan: PlanArrays, target: Target, de
     """All shards of the plan by the stage's own code, as one worker makes them."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    started_s = time.perf_counter()
     shards = range(manifest.plan.num_shards)
     with (
         Storing(job.directory, manifest, shards) as storing,
         Progress(job.directory, manifest, plan, is_shown=False) as progress,
     ):
+        if device.type == "cuda":
+            storing.page_lock()
+        started_s = time.perf_counter()
         make_shards(job, manifest, plan, target, shards, storing, progress)
-    seconds = time.perf_counter() - started_s
+        seconds = time.perf_counter() - started_s
     num_bytes = sum(path.stat().st_size for path in job.directory.glob("shard-*/**/*") if path.is_file())
     own, children = (resource.getrusage(of).ru_maxrss * 1024 for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     rest = {

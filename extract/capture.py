@@ -50,7 +50,7 @@ class Capture:
         with torch.cuda.stream(self._copying):
             for name, values in encoded.items():
                 _tensor(arrays[name]).copy_(values, non_blocking=True)
-            is_finite_on_host_LT = torch.empty_like(is_finite_LT, device="cpu", pin_memory=True)
+            is_finite_on_host_LT = torch.empty(is_finite_LT.shape, dtype=torch.bool, pin_memory=True)
             is_finite_on_host_LT.copy_(is_finite_LT, non_blocking=True)
             is_copied = torch.cuda.Event(blocking=True)  # the host's cores have better to do than to spin
             is_copied.record()
@@ -90,7 +90,7 @@ class Capture:
         names = ("input_ids", "position_ids", "document_ids")
         ids_T, positions_T, documents_T = (_tensor(arrays[name][tokens]) for name in names)
         states = self.target.run(ids_T[None], positions_T[None], documents_T[None])
-        is_padding_T1 = (documents_T == NO_DOCUMENT)[:, None].to(self.target.device, non_blocking=True)
+        is_padding_T1 = (documents_T.to(self.target.device, non_blocking=True) == NO_DOCUMENT)[:, None]
         encoded: dict[str, Tensor] = {}
         is_finite = []
         for layer in self.target.captured_layers:

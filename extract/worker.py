@@ -7,6 +7,7 @@ import torch
 
 from extract.capture import Capture, RowInFlight
 from extract.job import Job
+from extract.memory import explained_out_of_memory
 from extract.progress import Progress
 from extract.storing import Storing
 from extract.target import Target, read_architecture
@@ -24,8 +25,14 @@ def work(job: Job, missing: Sequence[int], gpus: Sequence[str]) -> None:
     device = _claim_device(gpus)
     manifest = Manifest.read(job.directory)
     if shards := missing[rank::world_size]:
-        with Storing(job.directory, manifest, shards, num_workers=world_size) as storing:
-            target = Target.load(read_architecture(job.target, job.cache), job.cache, device)
+        architecture = read_architecture(job.target, job.cache)
+        with (
+            Storing(job.directory, manifest, shards, num_workers=world_size) as storing,
+            explained_out_of_memory(job, architecture, device),
+        ):
+            target = Target.load(architecture, job.cache, device)
+            if device.type == "cuda":
+                storing.page_lock()
             plan = PlanArrays.read(job.directory / PLAN_DIRECTORY)
             with Progress(job.directory, manifest, plan, is_shown=rank == 0) as progress:
                 make_shards(job, manifest, plan, target, shards, storing, progress)
@@ -42,8 +49,6 @@ def make_shards(
 ) -> None:
     """Run the rows of `shards` through the target and have them stored, until they are published."""
     capture = Capture(target, job.cache.codec)
-    if target.device.type == "cuda":
-        storing.page_lock()
     in_flight: RowInFlight | None = None
     for shard in shards:
         for num_rows, row in enumerate(manifest.plan.shard_rows(shard), start=1):

@@ -201,6 +201,15 @@ def test_an_interrupt_from_the_keyboard_is_one_sentence(copy: Path, moment: str)
     assert (copy / "cache").exists() == (moment != "planning")
 
 
+def test_a_request_to_end_while_a_worker_is_started_is_one_sentence(copy: Path) -> None:
+    """It comes to the launcher alone, while that sends the worker what it is to do."""
+    process = start(write_long_project(copy))
+    wait_for_worker(process, copy / "cache")
+    process.terminate()
+    output, error = process.communicate()
+    assert (process.returncode, error) == (1, INTERRUPTED), output + error
+
+
 def test_one_extraction_at_a_time(project: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Begun or not, the second is refused; of two at the same moment one does it all."""
     arguments = ["--config", str(copy / "config.toml"), "--cache", str(copy / "cache")]
