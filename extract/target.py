@@ -147,13 +147,11 @@ class Target:
         self.device = model.device
         self.decoder = model.get_decoder()
         self.attends_by_document = model.config._attn_implementation == BY_DOCUMENT
-        kinds = architecture.layer_types[: num_run_layers(architecture, cache)]
-        windows = {
-            "full_attention": None,
-            "sliding_attention": getattr(architecture.text_config, "sliding_window", None),
-        }
-        self.windows = [windows[kind] for kind in kinds]  # by layer
-        self.window_of_kind = dict(zip(kinds, self.windows, strict=True))
+        window = getattr(architecture.text_config, "sliding_window", None)
+        kinds = architecture.layer_types
+        self.windows = [window if kind == "sliding_attention" else None for kind in kinds]  # by layer
+        num_layers = num_run_layers(architecture, cache)
+        self.window_of_kind = dict(zip(kinds[:num_layers], self.windows[:num_layers], strict=True))
         self._captured: dict[int, Tensor] = {}
         for layer in cache.layers:
             self._capture(layer, self.decoder.layers[layer])
