@@ -141,7 +141,7 @@ SECTIONS: dict[
         *("gpus", "num_anchors", "rows_per_step", "rows_per_micro_step", "epochs", "max_steps", "lr"),
         *("warmup_fraction", "final_lr_fraction", "betas", "eps", "clip_norm", "gamma", "loss", "precision"),
         *("attention", "capture", "recompute", "compile_cache", "seed", "log_every", "eval_every", "save_every"),
-        *("keep_checkpoints", "max_bad_steps"),
+        *("keep_checkpoints", "max_bad_steps", "readahead_rows"),
     ),
     "speculate": ("prompts", "num_prompts", "max_new_tokens"),
 }
@@ -188,7 +188,8 @@ def build_section(name: str, cls: type[Section], values: dict[str, Any], where: 
     expected, required = _fields(cls)
     converted = {}
     for key, value in values.items():
-        _require_known(f"key {name}.{key} in {where}", key, tuple(expected))
+        if key not in expected:
+            _require_known(f"key {name}.{key} in {where}", key, tuple(expected))
         converted[key] = _convert(f"{name}.{key}", value, expected[key], where)
     for key in required:
         if key not in converted:

@@ -7,7 +7,7 @@ runs, because a shard's bytes are a function of the plan. Written last into a sh
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -67,10 +67,14 @@ class ShardRecord:
         if not isinstance(value, dict):
             raise CacheError(f"{where} is damaged: it holds no object")
         check_seal(value, path)
+        files = _file_records(value.get("files"))
+        if files is not None:
+            value = {**value, "files": {}}
         try:
             record = build_section("shard", cls, {key: item for key, item in value.items() if key != SEAL}, path)
         except UsageError as error:
             raise CacheError(f"{where} is damaged: {error}") from None
+        record = record if files is None else replace(record, files=files)
         arrays = shard_arrays(manifest, shard)
         found = {"shard": record.shard, "files": sorted(record.files), "statistics": sorted(record.statistics)}
         expected = {
@@ -82,6 +86,17 @@ class ShardRecord:
             if found[key] != expected[key]:
                 raise CacheError(f"{where} is of {key} {found[key]}, expected {expected[key]}")
         return record
+
+
+def _file_records(value: Any) -> dict[str, FileRecord] | None:
+    """Most of a record, built here because `build_section` takes its time; None where that is to say what is wrong."""
+    if not isinstance(value, dict):
+        return None
+    for of in value.values():
+        is_record = isinstance(of, dict) and of.keys() == {"bytes", "sha256"}
+        if not (is_record and type(of["bytes"]) is int and 0 <= of["bytes"] < 1 << 63 and type(of["sha256"]) is str):
+            return None
+    return {name: FileRecord(**of) for name, of in value.items()}
 
 
 def count_quarantined(cache: Path, manifest: Manifest) -> int:

@@ -5,18 +5,21 @@ the trainer can import it. How values become codes is codec.py's part, what the 
 """
 
 import dataclasses
+import functools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
 
 from shards.codec import CODECS
 from shards.compression import ZARR_CODECS
+from shards.config import CacheConfig
 from shards.errors import CacheError
 from shards.manifest import Manifest, Plan
 
@@ -182,13 +185,16 @@ def scales_name(states: str) -> str:
     return f"scales/{states.rpartition('/')[2]}"
 
 
-def shard_arrays(manifest: Manifest, shard: int) -> dict[str, ArraySpec]:
+def shard_arrays(manifest: Manifest, shard: int) -> Mapping[str, ArraySpec]:
     """Every array of a shard, by name, in the order in which they are written."""
-    cache = manifest.cache
-    num_rows = len(manifest.plan.shard_rows(shard))
+    return _arrays(manifest.cache, manifest.target.hidden_size, len(manifest.plan.shard_rows(shard)))
+
+
+@functools.cache
+def _arrays(cache: CacheConfig, hidden_size: int, num_rows: int) -> Mapping[str, ArraySpec]:
     shape_RT = (num_rows, cache.row_tokens)
     codec = CODECS[cache.codec]
-    scale_width = codec.scale_width(manifest.target.hidden_size)
+    scale_width = codec.scale_width(hidden_size)
 
     def slots(name: str, dtype: str) -> ArraySpec:
         return ArraySpec(
@@ -207,7 +213,7 @@ def shard_arrays(manifest: Manifest, shard: int) -> dict[str, ArraySpec]:
         )
 
     def states(name: str, **attributes: Any) -> list[ArraySpec]:
-        width = codec.code_width(manifest.target.hidden_size)
+        width = codec.code_width(hidden_size)
         codes = tokens(name, codec.code_dtype, width, codec.is_compressed, codec=codec.name, **attributes)
         scales = tokens(scales_name(name), np.dtype("<u2"), scale_width, scales_of=name)
         return [codes, scales] if scale_width else [codes]
@@ -224,7 +230,7 @@ def shard_arrays(manifest: Manifest, shard: int) -> dict[str, ArraySpec]:
         arrays += states(hidden_name(layer), layer=layer)
     if cache.final_hidden:
         arrays += states(FINAL_HIDDEN, normed=True)  # after the target's final norm
-    return {array.name: array for array in arrays}
+    return MappingProxyType({array.name: array for array in arrays})
 
 
 def group_names(arrays: Iterable[str]) -> list[str]:
@@ -232,7 +238,7 @@ def group_names(arrays: Iterable[str]) -> list[str]:
     return sorted({"", *(name.rpartition("/")[0] for name in arrays)})
 
 
-def shard_files(arrays: dict[str, ArraySpec]) -> set[str]:
+def shard_files(arrays: Mapping[str, ArraySpec]) -> set[str]:
     """Every file of a shard but shard.json, by path below it."""
     metadata = {f"{name}/{ZARR_FILE}".lstrip("/") for name in (*group_names(arrays), *arrays)}
     return metadata | {array.file_name for array in arrays.values()}

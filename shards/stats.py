@@ -5,6 +5,7 @@ Figures of the plan (rows, documents, tokens, sources) are of the whole plan; by
 are of the shards that are published.
 """
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,12 @@ def cache_statistics(cache: Path) -> dict[str, Any]:
     plan = PlanArrays.read(cache / PLAN_DIRECTORY)
     plan.check(manifest.plan)
     published = sorted(published_shards(cache, manifest))
-    records = [ShardRecord.read(cache, manifest, shard) for shard in published]
+    records, num_bytes = [], 0
+    for shard in published:
+        record = ShardRecord.read(cache, manifest, shard)
+        num_bytes += _shard_bytes(cache / shard_name(shard), record)
+        records.append(dataclasses.replace(record, files={}))  # a cache may have 100,000 shards of dozens of files
     sizes = manifest.plan
-    num_bytes = sum(_shard_bytes(cache / shard_name(record.shard), record) for record in records)
     num_slots = sum(len(sizes.shard_rows(shard)) for shard in published) * manifest.cache.row_tokens
     return {
         "target": manifest.target.path,

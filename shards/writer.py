@@ -10,7 +10,7 @@ import dataclasses
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,7 +206,7 @@ def _write_row(
     list(pool.map(write, row.arrays))  # a list, so that what was raised in a thread is raised here
 
 
-def _check_row(row: ShardRow, arrays: dict[str, ArraySpec], row_id: int) -> int:
+def _check_row(row: ShardRow, arrays: Mapping[str, ArraySpec], row_id: int) -> int:
     """The number of slots with hidden states. Raises ValueError unless `row` is what FORMAT.md says of one."""
     if row.arrays.keys() != arrays.keys():
         raise ValueError(f"row {row_id} has the arrays {list(row.arrays)}, the cache stores {list(arrays)}")

@@ -114,13 +114,13 @@ class TrainConfig:
     capture: bool = True  # on a GPU: replay every step as one CUDA graph; False launches its kernels one by one
     recompute: Literal["none", "mlp", "layer"] = "none"  # in the backward, instead of keeping it in memory
     compile_cache: str = ".compile-cache"  # directory where compiled kernels are kept between runs
-    readahead_rows: int = 4  # per rank: rows that the kernel is asked for before they are needed
     seed: int = 0
     log_every: int = 10
     eval_every: int = 500
     save_every: int = 500
     keep_checkpoints: int = 2
     max_bad_steps: int = 20  # so many non-finite steps in a row end the run
+    readahead_rows: int = 4  # per rank: rows that the kernel is asked for before they are needed
 
     def __post_init__(self) -> None:
         positive = ("num_anchors", "rows_per_micro_step", "lr", "eps", "clip_norm")

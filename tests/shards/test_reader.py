@@ -51,6 +51,25 @@ def test_any_number_of_files_is_read_through_few_descriptors(cache: Path) -> Non
     assert open_files(cache) == 0
 
 
+@pytest.mark.parametrize(("soft", "hard", "expected"), [(40, 40, 20), (40, 4096, 2048)])
+def test_descriptors_are_no_more_than_a_process_may_have(cache: Path, soft: int, hard: int, expected: int) -> None:
+    """In a process of its own, which may not raise its hard limit again: 24 arrays through 20 descriptors."""
+    code = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from shards.reader import CacheReader\n"
+        "from tests.shards.caches import allocate\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[3])))\n"
+        "with CacheReader(Path(sys.argv[1])) as reader:\n"
+        "    for row in (0, 4, 1, 2, 4, 0, 3):\n"
+        "        reader.read_row(row, [1, 4, 6], allocate(reader.manifest, 3))\n"
+        "    print(reader.max_open_files)\n"
+    )
+    command = [sys.executable, "-c", code, str(cache), str(soft), str(hard)]
+    output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert output == f"{expected}\n"
+
+
 def test_reading_goes_into_the_given_memory(cache: Path) -> None:
     manifest = Manifest.read(cache)
     out = allocate(manifest, 3)
