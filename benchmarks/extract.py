@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.random_target import MASK_ID, MIN_VOCAB_SIZE, SHAPES, TargetShape, write_model_config
 from extract.attention import BY_MASK, attention_of
+from extract.encode import encode
 from extract.job import Job
 from extract.progress import Progress
 from extract.storing import Storing
@@ -137,6 +138,9 @@ def measure(job: Job, device: torch.device) -> dict[str, Any]:
         model.lm_head = nn.Identity()
         flop = flop_per_token(model, architecture.text_config, lengths, row_tokens)
         packed = {layer: states[0] for layer, states in target.run(*rows[0]).items()}
+    encoding_s = statistics.median(
+        time_rows(lambda: [encode(job.cache.codec, states) for states in packed.values()], [()] * NUM_BARE_ROWS, device)
+    )
     stage = run_stage(job, manifest, plan, target, device)
     checks = check(job, plan, packed=packed, alone=alone)
     product = product_tflops(architecture.dtype, device)
@@ -150,6 +154,8 @@ def measure(job: Job, device: torch.device) -> dict[str, Any]:
         "stage_tokens_per_second": round(stage["tokens_per_second"], 1),
         "ratio_to_bare": round(stage["tokens_per_second"] / full, 4),
         "ratio_to_bare_needed_layers": round(stage["tokens_per_second"] / skipped, 4),
+        "row_ms": round(row_tokens / stage["tokens_per_second"] * 1e3, 3),
+        "encoding_ms_per_row": round(encoding_s * 1e3, 3),
         "time_outside_target": round(1 - stage["tokens_per_second"] / skipped, 4),
         "bare_model_tflops": round(full * full_flop / 1e12, 4),
         "stage_model_tflops": round(stage["tokens_per_second"] * flop / 1e12, 4),

@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from extract.__main__ import main
 from extract.job import Job
 from extract.launch import _describe
 from extract.lock import sole_extraction
+from extract.prepare import prepare
 from extract.sources import SEEN_FILE
 from shards.manifest import COMPLETE_FILE, Manifest
 from shards.schema import missing_shards
@@ -65,9 +68,9 @@ def wait_for_shards(process: subprocess.Popen[str], cache: Path, num_shards: int
     wait_until(process, lambda: len(list(cache.glob("shard-*"))) >= num_shards)
 
 
-def write_long_project(directory: Path) -> Path:
-    """The project with forty shards of a row each, so that there is something left to interrupt."""
-    write_jsonl(directory / "data.jsonl", [{"text": f"{i:04d}" * 16} for i in range(40)])
+def write_long_project(directory: Path, *, num_documents: int = 40) -> Path:
+    """The project with as many shards of a row each, so that there is something left to interrupt."""
+    write_jsonl(directory / "data.jsonl", [{"text": f"{i:04d}" * 16} for i in range(num_documents)])
     write_config(directory)
     config = directory / "config.toml"
     config.write_text("\n".join(line for line in config.read_text().splitlines() if "shard_bytes" not in line))
@@ -149,6 +152,38 @@ def test_a_writer_that_is_killed_ends_the_job_with_one_sentence(copy: Path) -> N
         f"error: worker 0 failed: its writer, process {writer}, was ended (SIGKILL); published shards are kept, "
         "the same command continues\n"
     )
+
+
+NUM_KILLS = 30
+
+
+def test_thirty_kills_later_the_bytes_are_the_same(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers without a launcher, forked from here to save the imports, each killed at a random moment of its writing.
+
+    The next one starts while the writer of the last one may still be at work.
+    """
+    torch.set_num_threads(1)
+    write_long_project(copy, num_documents=100)
+    job, rng = job_of(copy), random.Random(0)
+    prepare(job)
+    for _ in range(NUM_KILLS):
+        missing = missing_shards(job.directory, Manifest.read(job.directory))
+        worker = os.fork()
+        if worker == 0:
+            with contextlib.suppress(BaseException):
+                extract_here(job, monkeypatch)
+            os._exit(1)
+        published = job.directory / f"shard-{missing[rng.randrange(2)]:05d}"
+        while not published.exists() and os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            pass
+        time.sleep(rng.uniform(0, 0.02))  # waits for nothing: it is when the worker dies
+        os.kill(worker, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGKILL
+    assert missing_shards(job.directory, Manifest.read(job.directory))
+    extract_here(job, monkeypatch)
+    extract_here(Job.load(copy / "config.toml", directory=tmp_path / "uninterrupted"), monkeypatch)
+    (tmp_path / "uninterrupted" / SEEN_FILE).write_bytes((job.directory / SEEN_FILE).read_bytes())
+    assert files_of(job.directory) == files_of(tmp_path / "uninterrupted")
 
 
 def workers_of(launcher: subprocess.Popen[str]) -> list[int]:

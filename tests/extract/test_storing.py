@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from extract.progress import Progress
 from extract.sizes import shards_bytes
 from extract.storing import NUM_SLOTS, Storing
 from shards.errors import RunError
 from shards.manifest import Manifest
 from shards.reader import CacheReader
-from shards.schema import missing_shards, shard_arrays
+from shards.schema import PLAN_DIRECTORY, PlanArrays, missing_shards, shard_arrays
 from tests.extract.tiny import files_of
 
 
@@ -119,3 +120,11 @@ def test_a_disk_that_fills_up_stops_the_run_after_a_whole_shard(
         store_all(storing, rows_of(project / "cache"))
     assert missing_shards(cache, manifest) == list(range(2, manifest.plan.num_shards))
     assert not list(cache.glob(".shard-*"))
+
+
+def test_a_disk_that_is_too_slow_is_told(project: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest, plan = Manifest.read(cache), PlanArrays.read(cache / PLAN_DIRECTORY)
+    for waited_s, told in ((0.0, False), (1.0, True)):
+        with Progress(cache, manifest, plan, is_shown=True) as progress:
+            progress.update(0, 1, waited_s=waited_s)
+        assert (", the target waits for the disk " in capsys.readouterr().out) == told
