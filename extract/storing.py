@@ -7,6 +7,7 @@ and drops the shard that it was at; no signal but SIGKILL ends it earlier.
 
 import collections
 import contextlib
+import gc
 import itertools
 import mmap
 import os
@@ -157,6 +158,7 @@ def _live(connection: Connection, write_shards: Callable[[], None]) -> NoReturn:
     try:
         for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
+        gc.freeze()  # what was the worker's is not this process's to collect: it may lie on a GPU
         _close_all_but(connection.fileno())  # else who waits for the worker's end would wait for its writer's, too
         write_shards()
         code = 0
