@@ -54,6 +54,18 @@ SHAPES = {
         vocab_size=320,
         rope_theta=1e4,
     ),
+    "smollm2-135m": TargetShape(
+        family="llama",
+        hidden_size=576,
+        num_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        intermediate_size=1536,
+        vocab_size=49_152,
+        rope_theta=1e5,
+        tied=True,
+    ),
     "qwen3-8b": TargetShape(
         hidden_size=4096,
         num_layers=36,
@@ -81,11 +93,16 @@ def make_random_target(
     folder: Path, shape: TargetShape, *, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu"
 ) -> None:
     """Write a target of `shape` with normal weights into `folder`, which is made."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", _model_config(shape, dtype))
+    write_model_config(folder, shape, dtype)
     _write_json(folder / "generation_config.json", {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID})
     _write_tokenizer(folder, shape.vocab_size)
     _write_weights(folder, shape, dtype, torch.Generator(device).manual_seed(seed))
+
+
+def write_model_config(folder: Path, shape: TargetShape, dtype: torch.dtype) -> None:
+    """Write a target's config.json, all that building it without weights takes, into `folder`, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", _model_config(shape, dtype))
 
 
 def write_random_data(path: Path, *, num_tokens: int, mean_tokens: float = 948.0, seed: int = 0) -> None:

@@ -38,10 +38,14 @@ def rotate(states: Tensor) -> Tensor:
     """R·x of each token x, float32 [..., H]: signs, then butterflies of ascending stride in blocks, then the norm."""
     hidden_size = states.shape[-1]
     states = states * _signs(hidden_size, states.device)
+    mixed = torch.empty_like(states)
     for stage in range(rotation_block(hidden_size).bit_length() - 1):
         first, second = states.unflatten(-1, (-1, 2, 1 << stage)).unbind(-2)
-        states = torch.stack((first + second, first - second), dim=-2).flatten(-3)
-    return states * rotation_norm(hidden_size)
+        sums, differences = mixed.unflatten(-1, (-1, 2, 1 << stage)).unbind(-2)
+        torch.add(first, second, out=sums)
+        torch.sub(first, second, out=differences)
+        states, mixed = mixed, states
+    return states.mul_(rotation_norm(hidden_size))
 
 
 @cache

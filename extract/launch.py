@@ -21,12 +21,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from extract.job import Job
 from extract.worker import work
-from shards.errors import CacheError, Interrupted, RunError, UsageError
+from shards.errors import EXIT_FAILED, CacheError, Interrupted, RunError, UsageError
 from shards.sections import ExtractConfig
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RETRY_S = 0.05  # after which an interrupt that came at a bad moment is answered
-TERMINATING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # torch sends them on to the workers
+TERMINATING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 EXPECTED = tuple(kind.__name__ for kind in (UsageError, CacheError, RunError))  # they say all there is to be said
 
 
@@ -61,7 +61,7 @@ def launch(job: Job, missing: Sequence[int], gpus: Sequence[str]) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        signals_to_handle=",".join(number.name for number in TERMINATING),
+        signals_to_handle="",  # here, because torch would break off the start of a worker
     )
     # It would log a traceback of its own for every failure; what is to be said about one is said below.
     for module in ("multiprocessing.api", "agent.server.api"):
@@ -89,7 +89,7 @@ def _describe(message: str | dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let SIGINT end the workers as SIGTERM does, and only the launcher speak of it.
+    """Let every signal that ends the launcher end the workers, too, by SIGTERM, and only the launcher speak of it.
 
     A terminal sends SIGINT to workers, too, and one that is still importing would answer with a traceback. So they
     start with the signal blocked: the launcher blocks it in this thread, and has another one to receive it.
@@ -102,8 +102,9 @@ def _interruptible() -> Iterator[None]:
         raise SignalException("interrupted", signal.SIGTERM)
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM, *TERMINATING)}
-    for number in (signal.SIGINT, signal.SIGALRM):
-        signal.signal(number, interrupt)
+    for number, handler in handlers.items():
+        if number not in TERMINATING or handler is not signal.SIG_IGN:  # as SIGHUP is under nohup
+            signal.signal(number, interrupt)
     resource_tracker.ensure_running()  # which unblocks SIGINT in this thread, and is started before the first worker
     threading.Thread(target=signal.pause, daemon=True).start()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -127,4 +128,5 @@ def _is_starting_a_process(frame: FrameType | None) -> bool:
 def _worker(job: Job, missing: Sequence[int], gpus: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # by which torch ends it when the launcher dies
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(EXIT_FAILED))  # after its writer has ended
     work(job, missing, gpus)

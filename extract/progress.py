@@ -16,6 +16,7 @@ from shards.schema import PlanArrays, published_shards
 
 BAR_INTERVAL_S = 0.5
 LINE_INTERVAL_S = 10.0
+MENTIONED_WAITING = 0.03  # of the time
 
 
 class Progress:
@@ -26,6 +27,7 @@ class Progress:
         self.tokens_by_row = np.bincount(plan.document_row, plan.document_tokens, minlength=manifest.plan.num_rows)
         num_rows, self.tokens_at_start, _ = self._count(None, 0)
         self.shown_at_s = self.started_at_s = time.monotonic()
+        self.waited_s = 0.0
         self.bar = None
         if is_shown and sys.stderr.isatty():
             self.bar = tqdm(total=manifest.plan.num_rows, initial=num_rows, desc="extract", unit="row")
@@ -39,8 +41,9 @@ class Progress:
         if self.bar is not None:
             self.bar.close()
 
-    def update(self, shard: int, num_rows: int) -> None:
-        """Say that the first `num_rows` rows of `shard` are through the target."""
+    def update(self, shard: int, num_rows: int, *, waited_s: float) -> None:
+        """Say that the first `num_rows` rows of `shard` are through the target, which waited for the disk so long."""
+        self.waited_s = waited_s
         interval_s = LINE_INTERVAL_S if self.bar is None else BAR_INTERVAL_S
         if self.is_shown and time.monotonic() - self.shown_at_s >= interval_s:
             self._show(shard, num_rows)
@@ -50,13 +53,15 @@ class Progress:
         self.shown_at_s = time.monotonic()
         tokens_per_s = (num_tokens - self.tokens_at_start) / max(1e-9, self.shown_at_s - self.started_at_s)
         shards = f"{num_shards}/{self.manifest.plan.num_shards} shards"
+        waiting = self.waited_s / max(1e-9, self.shown_at_s - self.started_at_s)
+        waits = f", the target waits for the disk {waiting:.0%} of the time" if waiting >= MENTIONED_WAITING else ""
         if self.bar is not None:
             self.bar.n = num_rows
-            self.bar.set_postfix_str(f"{shards}, {tokens_per_s:,.0f} tok/s")
+            self.bar.set_postfix_str(f"{shards}, {tokens_per_s:,.0f} tok/s{waits}")
         else:
             left_s = (self.tokens_by_row.sum() - num_tokens) / max(1e-9, tokens_per_s)
             rows = f"{num_rows}/{self.manifest.plan.num_rows} rows"
-            print(f"extract: {rows}, {shards}, {tokens_per_s:,.0f} tok/s, {left_s:,.0f} s left", flush=True)
+            print(f"extract: {rows}, {shards}, {tokens_per_s:,.0f} tok/s, {left_s:,.0f} s left{waits}", flush=True)
 
     def _count(self, shard: int | None, num_rows_in_hand: int) -> tuple[int, float, int]:
         """Rows, real tokens and published shards so far."""

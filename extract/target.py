@@ -1,7 +1,7 @@
 """The target: checked against the configuration, loaded, and run over packed rows with every document on its own.
 
 A row holds many documents. Each must come out as if it had been run alone, so positions start from 0 in every document
-and the attention mask is explicit. That cannot be had from targets that carry a state along the row: they are refused,
+and attention stays inside it. That cannot be had from targets that carry a state along the row: they are refused,
 as is whatever else would come out wrong in silence. Only the layers up to the last captured one are loaded and run,
 unless the final hidden state is wanted.
 """
@@ -9,7 +9,7 @@ unless the final hidden state is wanted.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import transformers
@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from extract.attention import BY_DOCUMENT, BY_MASK, Documents, attention_of
 from extract.tokenise import Encoder, first_line
 from shards.config import CacheConfig, TargetConfig
 from shards.errors import UsageError
@@ -93,7 +94,9 @@ def check_mask_token(target: TargetConfig, encoder: Encoder) -> None:
             raise UsageError(f"target.mask_token_id is {target.mask_token_id}, {name} token: name one that no text has")
 
 
-def load_model(architecture: Architecture, num_layers: int, device: torch.device) -> PreTrainedModel:
+def load_model(
+    architecture: Architecture, num_layers: int, device: torch.device, *, attention: str = BY_MASK
+) -> PreTrainedModel:
     """Load the target with its first `num_layers` decoder layers only; the other weights are not read."""
 
     class FirstLayers(type(architecture.skeleton)):  # type: ignore[name-defined, misc]
@@ -106,11 +109,13 @@ def load_model(architecture: Architecture, num_layers: int, device: torch.device
             architecture.folder,
             config=architecture.config,
             dtype=architecture.dtype,
-            attn_implementation="sdpa",
+            attn_implementation=attention,
             device_map=str(device),
             local_files_only=True,
             output_loading_info=True,
         )
+    except torch.OutOfMemoryError:
+        raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"the target in {architecture.folder} cannot be loaded: {first_line(error)}") from None
     if report["missing_keys"]:
@@ -119,19 +124,34 @@ def load_model(architecture: Architecture, num_layers: int, device: torch.device
     return model.eval()
 
 
+def num_run_layers(architecture: Architecture, cache: CacheConfig) -> int:
+    """Up to the last one that is captured."""
+    return architecture.text_config.num_hidden_layers if cache.final_hidden else cache.layers[-1] + 1
+
+
 class Target:
     """A loaded target and the hooks that capture its layers."""
 
-    def __init__(self, architecture: Architecture, cache: CacheConfig, device: torch.device) -> None:
+    @classmethod
+    def load(cls, architecture: Architecture, cache: CacheConfig, device: torch.device) -> Self:
+        """With the layers that are to run, and no others."""
+        attention = attention_of(type(architecture.skeleton), architecture.text_config, architecture.dtype, device)
+        model = load_model(architecture, num_run_layers(architecture, cache), device, attention=attention)
+        return cls(architecture, cache, model)
+
+    def __init__(self, architecture: Architecture, cache: CacheConfig, model: PreTrainedModel) -> None:
         self.num_layers = architecture.text_config.num_hidden_layers
         self.hidden_size = architecture.text_config.hidden_size
         self.final_hidden = cache.final_hidden
         self.captured_layers = [*cache.layers, *([self.num_layers] if cache.final_hidden else [])]
-        self.device = device
-        num_loaded = self.num_layers if cache.final_hidden else cache.layers[-1] + 1
-        self.decoder = load_model(architecture, num_loaded, device).get_decoder()
-        self.attention_kinds = set(architecture.layer_types[:num_loaded])
-        self.sliding_window = getattr(architecture.text_config, "sliding_window", None)
+        self.device = model.device
+        self.decoder = model.get_decoder()
+        self.attends_by_document = model.config._attn_implementation == BY_DOCUMENT
+        window = getattr(architecture.text_config, "sliding_window", None)
+        kinds = architecture.layer_types
+        self.windows = [window if kind == "sliding_attention" else None for kind in kinds]  # by layer
+        num_layers = num_run_layers(architecture, cache)
+        self.window_of_kind = dict(zip(kinds[:num_layers], self.windows[:num_layers], strict=True))
         self._captured: dict[int, Tensor] = {}
         for layer in cache.layers:
             self._capture(layer, self.decoder.layers[layer])
@@ -148,19 +168,24 @@ class Target:
 
         Padding slots have document id −1 and come out as something finite and meaningless.
         """
-        output = self.decoder(
-            input_ids=input_ids_RT,
-            position_ids=position_ids_RT,
-            attention_mask=self._attention_mask(document_ids_RT),
-            use_cache=False,
-        )
+        output = self.decoder(**self.arguments(input_ids_RT, position_ids_RT, document_ids_RT))
         captured, self._captured = self._captured, {}
         return captured | ({self.num_layers: output.last_hidden_state} if self.final_hidden else {})
 
+    def arguments(self, input_ids_RT: Tensor, position_ids_RT: Tensor, document_ids_RT: Tensor) -> dict[str, Any]:
+        """Of the model's forward pass over packed rows, which are in the host's memory."""
+        arguments: dict[str, Any] = {
+            "input_ids": input_ids_RT.to(self.device, non_blocking=True).long(),
+            "position_ids": position_ids_RT.to(self.device, non_blocking=True).long(),
+            "use_cache": False,
+        }
+        if self.attends_by_document:
+            return arguments | {"documents": Documents.of(document_ids_RT, self.windows, self.device)}
+        return arguments | {"attention_mask": self._attention_mask(document_ids_RT.to(self.device, non_blocking=True))}
+
     def _attention_mask(self, document_ids_RT: Tensor) -> Tensor | dict[str, Tensor]:
         """One mask, or one for each kind of layer, which every family with mixed kinds accepts."""
-        windows = {"full_attention": None, "sliding_attention": self.sliding_window}
-        masks = {kind: isolation_mask(document_ids_RT, windows[kind]) for kind in self.attention_kinds}
+        masks = {kind: isolation_mask(document_ids_RT, window) for kind, window in self.window_of_kind.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
@@ -189,7 +214,7 @@ def _check_kind(architecture: Architecture, cache: CacheConfig) -> None:
     """Raise UsageError for targets whose packed rows would come out wrong."""
     model, config, name = architecture.skeleton, architecture.text_config, f"the target in {architecture.folder}"
     kinds = set(architecture.layer_types) - ATTENTION_KINDS
-    if model._is_stateful or kinds:
+    if getattr(model, "_is_stateful", False) or kinds:  # newer transformers say it by the kinds alone
         what = f"layers of the kind {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
         raise UsageError(f"{name} has {what}: documents in one row would leak into each other, so it is refused")
     if not model._supports_sdpa or getattr(config, "attn_logit_softcapping", None) is not None:

@@ -37,7 +37,11 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM; its text, if it has one, is the sentence to end with.
 
     Not KeyboardInterrupt itself: once that has passed through an `exec`, as in the making of a dataclass, CPython ends
-    `python -m` by SIGINT after all, though it was caught."""
+    `python -m` by SIGINT after all, though it was caught. And with an __init__, else a codec would put words of its own
+    in the place of the sentence."""
+
+    def __init__(self, sentence: str = "") -> None:
+        super().__init__(sentence)
 
 
 EXPECTED_ERRORS = (UsageError, CacheError, RunError)

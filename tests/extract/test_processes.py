@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from extract.__main__ import main
 from extract.job import Job
 from extract.launch import _describe
 from extract.lock import sole_extraction
+from extract.prepare import prepare
 from extract.sources import SEEN_FILE
 from shards.manifest import COMPLETE_FILE, Manifest
 from shards.schema import missing_shards
@@ -64,9 +67,9 @@ def wait_for_shards(process: subprocess.Popen[str], cache: Path, num_shards: int
     wait_until(process, lambda: len(list(cache.glob("shard-*"))) >= num_shards)
 
 
-def write_long_project(directory: Path) -> Path:
-    """The project with forty shards of a row each, so that there is something left to interrupt."""
-    write_jsonl(directory / "data.jsonl", [{"text": f"{i:04d}" * 16} for i in range(40)])
+def write_long_project(directory: Path, *, num_documents: int = 40) -> Path:
+    """The project with as many shards of a row each, so that there is something left to interrupt."""
+    write_jsonl(directory / "data.jsonl", [{"text": f"{i:04d}" * 16} for i in range(num_documents)])
     write_config(directory)
     config = directory / "config.toml"
     config.write_text("\n".join(line for line in config.read_text().splitlines() if "shard_bytes" not in line))
@@ -141,14 +144,67 @@ def test_a_worker_that_is_killed_ends_the_job_with_one_sentence(copy: Path) -> N
     )
 
 
+def test_a_writer_that_is_killed_ends_the_job_with_one_sentence(copy: Path) -> None:
+    process = start(write_long_project(copy))
+    wait_for_shards(process, copy / "cache", 1)
+    (worker,) = workers_of(process)
+    (writer,) = children_of(worker)
+    os.kill(writer, signal.SIGKILL)
+    output, error = process.communicate()
+    assert process.returncode == 1, output + error
+    assert error == (
+        f"error: worker 0 failed: its writer, process {writer}, was ended (SIGKILL); published shards are kept, "
+        "the same command continues\n"
+    )
+
+
+NUM_KILLS = 30
+
+
+def test_thirty_kills_later_the_bytes_are_the_same(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers without a launcher, forked from here to save the imports, each killed at a random moment of its writing.
+
+    The next one starts while the writer of the last one may still be at work.
+    """
+    torch.set_num_threads(1)
+    write_long_project(copy, num_documents=100)
+    job, rng = job_of(copy), random.Random(0)
+    prepare(job)
+    for _ in range(NUM_KILLS):
+        missing = missing_shards(job.directory, Manifest.read(job.directory))
+        worker = os.fork()
+        if worker == 0:
+            with contextlib.suppress(BaseException):
+                extract_here(job, monkeypatch)
+            os._exit(1)
+        published = job.directory / f"shard-{missing[rng.randrange(2)]:05d}"
+        while not published.exists() and os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            pass
+        time.sleep(rng.uniform(0, 0.02))  # waits for nothing: it is when the worker dies
+        os.kill(worker, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGKILL
+    assert missing_shards(job.directory, Manifest.read(job.directory))
+    extract_here(job, monkeypatch)
+    extract_here(Job.load(copy / "config.toml", directory=tmp_path / "uninterrupted"), monkeypatch)
+    (tmp_path / "uninterrupted" / SEEN_FILE).write_bytes((job.directory / SEEN_FILE).read_bytes())
+    assert files_of(job.directory) == files_of(tmp_path / "uninterrupted")
+
+
 def workers_of(launcher: subprocess.Popen[str]) -> list[int]:
     workers = []
-    for task in Path(f"/proc/{launcher.pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # threads and processes come and go meanwhile
-            for child in (task / "children").read_text().split():
-                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    workers.append(int(child))
+    for child in children_of(launcher.pid):
+        with contextlib.suppress(OSError):
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                workers.append(child)
     return workers
+
+
+def children_of(process: int) -> list[int]:
+    children = []
+    for task in Path(f"/proc/{process}/task").iterdir():
+        with contextlib.suppress(OSError):  # threads and processes come and go meanwhile
+            children += [int(child) for child in (task / "children").read_text().split()]
+    return children
 
 
 def test_what_nobody_expects_comes_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,6 +239,15 @@ def test_an_interrupt_from_the_keyboard_is_one_sentence(copy: Path, moment: str)
     before = "interrupted before a shard was begun: run the same command again\n"
     assert (process.returncode, error) == (1, before if moment == "planning" else stopped(copy / "cache"))
     assert (copy / "cache").exists() == (moment != "planning")
+
+
+def test_a_request_to_end_while_a_worker_is_started_is_one_sentence(copy: Path) -> None:
+    """It comes to the launcher alone, while that sends the worker what it is to do."""
+    process = start(write_long_project(copy))
+    wait_for_worker(process, copy / "cache")
+    process.terminate()
+    output, error = process.communicate()
+    assert (process.returncode, error) == (1, stopped(copy / "cache")), output + error
 
 
 def test_one_extraction_at_a_time(project: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

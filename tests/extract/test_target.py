@@ -1,6 +1,7 @@
 """The target over packed rows: every document comes out as if alone, and what would not is refused."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.random_target import EOS_ID, PAD_ID, TargetShape, make_random_target
-from extract.target import Target, check_mask_token, isolation_mask, read_architecture
+from extract.attention import BY_DOCUMENT, Documents
+from extract.target import Target, check_mask_token, isolation_mask, load_model, read_architecture
 from extract.tokenise import Encoder
 from shards.config import CacheConfig, TargetConfig
 from shards.errors import UsageError
@@ -33,7 +35,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def load(folder: Path, cache: CacheConfig = CACHE) -> Target:
-    return Target(read_architecture(config_of(folder), cache), cache, torch.device("cpu"))
+    return Target.load(read_architecture(config_of(folder), cache), cache, torch.device("cpu"))
 
 
 def packed_rows(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -69,6 +71,34 @@ def test_packed_documents_equal_documents_alone(folder: Path) -> None:
             # hidden_states[0] is the embedding; the last entry is after the final norm.
             index = layer + 1 if layer < SIZES["num_layers"] else -1
             assert relative_error(state[row, slots], alone[index][0]) < 1e-5, (document, layer)
+
+
+def attend_in_turn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, window: int | None, scale: float
+) -> torch.Tensor:
+    """What the GPU's kernel computes of [slots, heads, head dim], score by score."""
+    output = torch.empty_like(query)
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+    bounds = documents.bounds.tolist()
+    assert documents.longest == max(end - start for start, end in itertools.pairwise(bounds))
+    for start, end in itertools.pairwise(bounds):
+        for slot in range(start, end):
+            seen = slice(start if window is None else max(start, slot - window + 1), slot + 1)
+            scores = torch.einsum("hd,khd->hk", query[slot], key[seen]) * scale
+            output[slot] = torch.einsum("hk,khd->hd", scores.softmax(-1), value[seen])
+    return output
+
+
+def test_attention_by_document_is_attention_by_mask(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the kernel, which needs a GPU: what each layer is asked to attend to, through the library's own path."""
+    monkeypatch.setattr("extract.attention.flash_attention", attend_in_turn)
+    architecture, device = read_architecture(config_of(folder), CACHE), torch.device("cpu")
+    model = load_model(architecture, SIZES["num_layers"], device, attention=BY_DOCUMENT)
+    by_document, by_mask = Target(architecture, CACHE, model), load(folder)
+    rows = packed_rows()
+    expected = by_mask.run(*rows)
+    for layer, states in by_document.run(*rows).items():
+        assert relative_error(states[rows[2] >= 0], expected[layer][rows[2] >= 0]) < 1e-5
 
 
 def test_neighbours_and_padding_change_nothing(folder: Path) -> None:
