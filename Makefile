@@ -26,6 +26,8 @@ endif
 # What the embedded default needs is built when the configuration names it. A complete cache needs neither target nor data.
 EMBEDDED := $(if $(findstring models/smollm2-135m,$(file <$(CONFIG))),embedded)
 INPUTS := $(if $(wildcard $(CACHE)/complete.json),,$(EMBEDDED))
+# What training would refuse anyway is refused before the extraction, which may take days.
+PREFLIGHT := $(if $(wildcard $(CACHE)/complete.json),,preflight)
 
 # In quotes that the shell takes away, so that it leaves those in the values alone; the programs take the overrides apart.
 OVERRIDES := $(if $(value SET),'$(subst ','\'',$(value SET))')
@@ -91,8 +93,13 @@ embedded: $(READY)
 extract: $(READY) $(INPUTS)
 	$(PYTHON) -m extract --config $(CONFIG) --cache $(CACHE) $(OVERRIDES)
 
+.PHONY: preflight
+preflight: $(READY)
+	$(PYTHON) -m train --config $(CONFIG) --cache $(CACHE) --run $(RUN) --resume --preflight $(OVERRIDES)
+
+.NOTPARALLEL:
 .PHONY: train
-train: extract
+train: $(PREFLIGHT) extract
 	$(PYTHON) -m train --config $(CONFIG) --cache $(CACHE) --run $(RUN) --resume $(OVERRIDES)
 
 .PHONY: stats

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from extract.config import ExtractConfig
-from shards.config import CacheConfig, ConfigFile, DataConfig, TargetConfig, check_codec, check_layers
+from shards.config import CacheConfig, DataConfig, TargetConfig, check_codec, check_layers
+from shards.config_file import ConfigFile
 from shards.manifest import COMPLETE_FILE, MANIFEST_FILE, Manifest
 from shards.schema import missing_shards
+from shards.sections import ExtractConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from extract.config import ExtractConfig
 from extract.job import Job
 from extract.worker import work
 from shards.errors import CacheError, Interrupted, RunError, UsageError
+from shards.sections import ExtractConfig
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RETRY_S = 0.05  # after which an interrupt that came at a bad moment is answered

@@ -20,36 +20,39 @@ CODEC_NAMES = ("bf16", "int8", "int4", "bf16+zstd")
 
 
 def stats_command(options: argparse.Namespace) -> None:
-    from shards.manifest import Manifest
     from shards.plot import check_destination, plot_statistics
     from shards.stats import cache_statistics, format_statistics
 
     if options.plot:
         check_destination(options.plot)
     statistics = cache_statistics(options.cache)
-    if options.json:
-        print(json.dumps(statistics, indent=1))
-    else:
-        print(format_statistics(statistics, Manifest.read(options.cache).plan.num_shards))
+    _report(options, statistics, [format_statistics(statistics)])
     if options.plot:
         plot_statistics(options.cache, options.plot)
 
 
 def verify_command(options: argparse.Namespace) -> int:
-    """Print one line for each fault as it is found, then a closing one; exit 1 if there were any."""
-    num_shards, num_files = 0, 0
+    """Print one line for each fault as it is found, then closing ones; exit 1 unless all is there and sound."""
+    from shards.completeness import cache_state, describe_incomplete
+
+    num_shards, num_unmade, num_files = 0, 0, 0
     faults: list[str] = []
     for part in _parts(options.cache, is_deep=options.deep, is_quiet=options.json):
         num_shards += part.num_shards
+        num_unmade += part.num_unmade_shards
         num_files += part.num_files
         faults += part.faults
-    if options.json:
-        print(json.dumps({"shards": num_shards, "files": num_files, "faults": faults}, indent=1))
-    else:
-        verdict = f"{len(faults)} faults" if faults else "no faults"
-        unread = "" if options.deep else ", values unread (--deep reads them)"
-        print(f"{num_shards} shards, {num_files} files verified: {verdict}{unread}")
-    return EXIT_FAILED if faults else 0
+    state = cache_state(options.cache, num_unmade)
+    incomplete = [describe_incomplete(state, num_shards, num_shards + num_unmade)] if num_unmade else []
+    verdict = f"{len(faults)} faults" if faults else "no faults"
+    unread = "" if options.deep else ", values unread (--deep reads them)"
+    figures = {"state": "damaged" if faults else state, "shards": num_shards, "missing_shards": num_unmade}
+    _report(
+        options,
+        {**figures, "files": num_files, "faults": faults},
+        [*incomplete, f"{num_shards} shards, {num_files} files verified: {verdict}{unread}"],
+    )
+    return EXIT_FAILED if faults or num_unmade else 0
 
 
 def _parts(cache: Path, *, is_deep: bool, is_quiet: bool) -> Iterator["Part"]:
@@ -152,7 +155,11 @@ def names(text: str) -> tuple[str, ...]:
 def _add_reporting(commands: Any) -> None:
     for name, run, summary in (
         ("stats", stats_command, "what a cache holds, in figures"),
-        ("verify", verify_command, "find what is wrong with a cache; exit 1 if anything is"),
+        (
+            "verify",
+            verify_command,
+            "find what is wrong with a cache; exit 1 if anything is, or if the cache is incomplete",
+        ),
         (
             "repair",
             repair_command,

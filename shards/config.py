@@ -1,8 +1,7 @@
-"""Configuration files: one TOML per target, read by both stages, each its own sections.
+"""The sections of a configuration that describe a cache, `[target]`, `[data]` and `[cache]`, and how they are built.
 
-This module loads the file, applies `section.key=value` overrides and owns the three sections that describe a cache:
-`[target]`, `[data]` and `[cache]`. The others, with the types and limits of their values, belong to the packages that
-use them; here are their keys, so that a key that nobody knows is an error in whichever program meets it.
+A section is a dataclass: its fields are the keys; their types, and what `__post_init__` refuses, limit the values.
+The other sections are in sections.py, the files in config_file.py.
 """
 
 import dataclasses
@@ -11,14 +10,12 @@ import functools
 import json
 import math
 import os
-import re
-import tomllib
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 from shards.codec import CODECS, GROUP_CHANNELS
 from shards.errors import UsageError
@@ -124,71 +121,13 @@ def check_codec(cache: CacheConfig, target: TargetConfig) -> None:
         )
 
 
-SECTIONS: dict[
-    str, tuple[str, ...]
-] = {  # section → its keys; the owners' dataclasses have the same, which a test holds
-    **{
-        name: tuple(field.name for field in dataclasses.fields(cls))
-        for name, cls in (("target", TargetConfig), ("data", DataConfig), ("cache", CacheConfig))
-    },
-    "extract": ("gpus",),
-    "drafter": (
-        *("num_layers", "block_size", "target_layer_ids", "num_attention_heads", "num_key_value_heads", "head_dim"),
-        *("intermediate_size", "rope_theta", "rms_norm_eps", "max_position_embeddings", "attention_bias"),
-        *("layer_types", "sliding_window", "is_causal", "init_std"),
-    ),
-    "train": (
-        *("gpus", "num_anchors", "rows_per_step", "rows_per_micro_step", "epochs", "max_steps", "lr"),
-        *("warmup_fraction", "final_lr_fraction", "betas", "eps", "clip_norm", "gamma", "loss", "precision"),
-        *("attention", "capture", "recompute", "compile_cache", "seed", "log_every", "eval_every", "save_every"),
-        *("keep_checkpoints", "max_bad_steps"),
-    ),
-    "speculate": ("prompts", "num_prompts", "max_new_tokens"),
-}
-
-
-class ConfigFile:
-    """The sections of one TOML file with overrides applied; their keys are known, their values not yet validated."""
-
-    def __init__(self, path: Path, sections: dict[str, dict[str, Any]]) -> None:
-        self.path = path
-        self.sections = sections
-
-    @classmethod
-    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
-        """Read `path` and apply overrides of the form `section.key=value`, where value is TOML or a bare string.
-
-        One string may hold several, with space between them.
-        """
-        path = Path(path)
-        try:
-            sections = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-        except FileNotFoundError:
-            raise UsageError(f"{path} does not exist: --config must name a TOML file, see configs/") from None
-        except (OSError, ValueError, RecursionError) as error:  # ValueError: TOML, UTF-8, an integer of too many digits
-            raise UsageError(f"{path} cannot be read as TOML: {error}") from None
-        for name, section in sections.items():
-            _require_known(f"section [{name}] of {path}", name, tuple(SECTIONS))
-            if not isinstance(section, dict):
-                raise UsageError(f"{path}: {name} must be a section, [{name}]")
-            for key in section:
-                _require_known(f"key {name}.{key} in {path}", key, SECTIONS[name])
-        for override in _split_overrides(overrides):
-            name, key, value = _parse_override(override)
-            sections.setdefault(name, {})[key] = value
-        return cls(path, sections)
-
-    def section(self, name: str, cls: type[Section]) -> Section:
-        """Build section `name` as the dataclass `cls`; raise UsageError naming the key that is wrong."""
-        return build_section(name, cls, self.sections.get(name, {}), self.path)
-
-
 def build_section(name: str, cls: type[Section], values: dict[str, Any], where: Path) -> Section:
     """The dataclass `cls` from TOML or JSON values; raise UsageError naming the key of `where` that is wrong."""
     expected, required = _fields(cls)
     converted = {}
     for key, value in values.items():
-        _require_known(f"key {name}.{key} in {where}", key, tuple(expected))
+        if key not in expected:
+            raise UsageError(f"unknown key {name}.{key} in {where}{did_you_mean(near(key, expected))}")
         converted[key] = _convert(f"{name}.{key}", value, expected[key], where)
     for key in required:
         if key not in converted:
@@ -246,34 +185,14 @@ def describe_choice(key: str, value: object, choices: Sequence[object]) -> str:
     return f"{key} is {shown(value)}: it must be one of {list(choices)}"
 
 
-def _split_overrides(overrides: Sequence[str]) -> Iterator[str]:
-    """One by one: a new one begins after space where there is another `section.key=`."""
-    for several in overrides:
-        yield from re.split(r"\s+(?=\w+\.\w+\s*=)", several)
+def did_you_mean(guesses: Sequence[str]) -> str:
+    """The end of a sentence on something unknown."""
+    return f": did you mean {' or '.join(guesses)}?" if guesses else ""
 
 
-def _parse_override(override: str) -> tuple[str, str, Any]:
-    path, equals, text = override.partition("=")
-    name, dot, key = path.strip().partition(".")
-    if not (equals and dot and key):
-        raise UsageError(f"override {shown(override)} is not of the form section.key=value, for example train.lr=3e-4")
-    _require_known(f"section of the override {shown(override)}", name, tuple(SECTIONS))
-    _require_known(f"key of the override {shown(override)}", key, SECTIONS[name])
-    try:
-        return name, key, tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, KeyError, RecursionError):
-        if text.strip().startswith(("[", "{")):
-            raise UsageError(
-                f"the override {shown(override)} is not TOML: strings in it need quotes, and the shell takes "
-                f'them away unless all of it is in others: \'{name}.{key}=["a", "b"]\''
-            ) from None
-        return name, key, text.strip()
-
-
-def _require_known(what: str, name: str, known: Sequence[str]) -> None:
-    if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-        raise UsageError(f"unknown {what}: did you mean {nearest[0]}? Known: {', '.join(known)}")
+def near(name: str, known: Iterable[str]) -> list[str]:
+    """At most two of `known` that look like `name`."""
+    return difflib.get_close_matches(name, known, n=2)
 
 
 def _convert(key: str, value: Any, expected: Any, where: Path) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from shards.completeness import cache_state, describe_incomplete
 from shards.errors import CacheError, UsageError
 from shards.manifest import MANIFEST_FILE, Manifest
 from shards.record import ShardRecord
@@ -43,14 +44,19 @@ def list_shards(cache: Path) -> dict[str, Any]:
                 **(_record(cache, manifest, shard) if shard in published else {"state": "missing"}),
             }
         )
-    return {"history": list(manifest.history), "shards": shards}
+    state = cache_state(cache, manifest.plan.num_shards - len(published))
+    return {"history": list(manifest.history), "state": state, "shards": shards}
 
 
 def format_list(listed: dict[str, Any]) -> list[str]:
     """The same for people."""
     if "caches" in listed:
         return _columns([_cache_line(entry) for entry in listed["caches"]]) or ["no caches here"]
-    return [f"# {step}" for step in listed["history"]] + _columns([_shard_line(entry) for entry in listed["shards"]])
+    shards, notes = listed["shards"], list(listed["history"])
+    if listed["state"] != "complete":
+        num_there = sum(entry["state"] != "missing" for entry in shards)
+        notes.append(describe_incomplete(listed["state"], num_there, len(shards)))
+    return [f"# {note}" for note in notes] + _columns([_shard_line(entry) for entry in shards])
 
 
 def _record(cache: Path, manifest: Manifest, shard: int) -> dict[str, Any]:
@@ -74,7 +80,7 @@ def _cache(directory: Path) -> dict[str, Any]:
     num_published = len(published_shards(directory, manifest))
     return {
         "cache": str(directory),
-        "state": "complete" if num_published == manifest.plan.num_shards else "unfinished",
+        "state": cache_state(directory, manifest.plan.num_shards - num_published),
         "target": manifest.target.path,
         "codec": manifest.cache.codec,
         "target_layer_ids": list(manifest.cache.layers),
@@ -91,6 +97,7 @@ def _cache_line(entry: dict[str, Any]) -> list[str]:
         return [entry["cache"], entry["state"]]
     return [
         entry["cache"],
+        entry["state"],
         f"{entry['shards']}/{entry['planned_shards']} shards",
         f"{entry['tokens']:,} tokens",
         f"{entry['rows']:,}×{entry['row_tokens']:,}",

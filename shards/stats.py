@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from shards.completeness import cache_state, describe_incomplete
 from shards.manifest import Manifest
 from shards.record import ShardRecord
 from shards.schema import (
@@ -40,6 +41,8 @@ def cache_statistics(cache: Path) -> dict[str, Any]:
         "target_layer_ids": list(manifest.cache.layers),
         "codec": manifest.cache.codec,
         "shards": len(published),
+        "planned_shards": sizes.num_shards,
+        "state": cache_state(cache, sizes.num_shards - len(published)),
         "rows": sizes.num_rows,
         "row_tokens": manifest.cache.row_tokens,
         "documents": sizes.num_documents,
@@ -57,24 +60,30 @@ def cache_statistics(cache: Path) -> dict[str, Any]:
     }
 
 
-def format_statistics(statistics: dict[str, Any], num_planned_shards: int) -> str:
-    """The same figures as a table for people."""
+def format_statistics(statistics: dict[str, Any]) -> str:
+    """The same figures as a table for people, without those of shards where there is none."""
     s = statistics
     quarantined = f", {s['quarantined_documents']:,} in quarantine" if s["quarantined_documents"] else ""
+    size = f"{s['bytes']:,}, {s['bytes_per_slot']:,.1f} a slot, {s['bytes_per_token']:,.1f} a token"
+    of_layers = [
+        (f"layer {layer}", f"rms {of['rms']:.4g}, largest {of['max_abs']:.4g}") for layer, of in s["layers"].items()
+    ]
     lines = [
         ("target", f"{s['target']}, hidden size {s['hidden_size']:,}"),
         ("codec", s["codec"]),
-        ("shards", f"{s['shards']:,} of {num_planned_shards:,}"),
+        ("shards", f"{s['shards']:,} of {s['planned_shards']:,}"),
         ("rows", f"{s['rows']:,} of {s['row_tokens']:,} tokens, {s['fill']:.2%} full"),
         ("documents", f"{s['documents']:,}{quarantined}"),
         ("tokens", f"{s['tokens']:,}, {s['supervised_tokens']:,} supervised"),
         *((f"  {source}", f"{tokens:,}") for source, tokens in s["sources"].items()),
-        ("bytes", f"{s['bytes']:,}, {s['bytes_per_slot']:,.1f} a slot, {s['bytes_per_token']:,.1f} a token"),
+        *([("bytes", size)] if s["shards"] else []),
         ("besides", f"{s['target_bytes']:,} bytes in target/, {s['plan_bytes']:,} in plan/"),
-        *((f"layer {layer}", f"rms {of['rms']:.4g}, largest {of['max_abs']:.4g}") for layer, of in s["layers"].items()),
+        *(of_layers if s["shards"] else []),
     ]
     width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+    complete = s["state"] == "complete"
+    heading = [] if complete else [describe_incomplete(s["state"], s["shards"], s["planned_shards"])]
+    return "\n".join(heading + [f"{name:<{width}}  {value}" for name, value in lines])
 
 
 def _shard_bytes(directory: Path, record: ShardRecord) -> int:

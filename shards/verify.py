@@ -50,6 +50,7 @@ class Part:
     of: str  # the shard or file, by its path in the cache, that is to blame for the faults
     num_files: int = 1
     num_shards: int = 0
+    num_unmade_shards: int = 0  # that nobody said were there: no fault, but the cache is incomplete
     faults: tuple[str, ...] = ()
 
 
@@ -159,7 +160,10 @@ def _verify_shard(cache: Path, manifest: Manifest, shard: int, *, is_deep: bool)
 def _shard_parts(cache: Path, manifest: Manifest, shard: int, is_deep: bool) -> Iterator[Part]:
     directory = shard_name(shard)
     if not (cache / directory).is_dir():
-        yield Part(of=directory, num_files=0, faults=(f"{directory} is missing",))
+        if os.path.lexists(cache / directory) or (cache / COMPLETE_FILE).exists():
+            yield Part(of=directory, num_files=0, faults=(f"{directory} is missing",))
+        else:
+            yield Part(of=directory, num_files=0, num_unmade_shards=1)
         return
     arrays = shard_arrays(manifest, shard)
     files: dict[str, FileRecord] = {}  # stays empty when shard.json is damaged: there is nothing to compare with

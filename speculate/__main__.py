@@ -50,12 +50,12 @@ def start(arguments: argparse.Namespace) -> None:
 
 def settings_of_config(arguments: argparse.Namespace) -> dict[str, Any]:
     """Target and prompts from the configuration, the drafter from its run."""
-    from shards.config import ConfigFile, TargetConfig
-    from speculate.config import SpeculateConfig
+    from shards.config import TargetConfig
+    from shards.config_file import ConfigFile
+    from shards.sections import SpeculateConfig
 
-    file = ConfigFile.load(arguments.config, arguments.overrides)
+    file = ConfigFile.load(arguments.config, arguments.overrides, {"speculate": flags_of_section(arguments)})
     target = file.section("target", TargetConfig)
-    file.sections["speculate"] = file.sections.get("speculate", {}) | flags_of_section(arguments)
     return {
         "target": arguments.target or Path(target.path),
         "dtype": target.dtype,
@@ -75,7 +75,7 @@ def latest_drafter(run: Path) -> Path:
 
 def settings_of_flags(arguments: argparse.Namespace) -> dict[str, Any]:
     from shards.config import build_section
-    from speculate.config import SpeculateConfig
+    from shards.sections import SpeculateConfig
 
     for name in ("target", "drafter", "prompts"):
         if getattr(arguments, name) is None:

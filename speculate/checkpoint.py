@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shards.errors import UsageError
-from train.config import DrafterConfig, LayerType
+from shards.sections import DrafterConfig, LayerType
 from train.drafter import Drafter, join_projections, split_projections
 from train.export import CONFIG_FILE, WEIGHTS_FILE
 

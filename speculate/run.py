@@ -13,9 +13,9 @@ from tqdm import tqdm
 from extract.tokenise import Encoder
 from shards.durable import write_json
 from shards.errors import RunError, UsageError
+from shards.sections import SpeculateConfig
 from speculate.acceptance import measure
 from speculate.checkpoint import DraftCheckpoint
-from speculate.config import SpeculateConfig
 from speculate.decode import Decoded, count_matching, decode_plainly, decode_speculatively
 from speculate.drafting import BlockDrafter
 from speculate.prompts import Prompt, read_prompts

@@ -54,7 +54,8 @@ def test_a_fresh_clone_does_all_in_order(clone: Path) -> None:
     torch = commands.index(".venv/bin/python -m pip install --quiet torch==2.13.0")
     others = commands.index(".venv/bin/python -m pip install --quiet --group run --group test")
     assert torch < others
-    assert commands[-3:] == [
+    assert commands[-4:] == [
+        f"{TRAIN} --resume --preflight ",
         ".venv/bin/python -m extract.embedded",
         ".venv/bin/python -m extract --config configs/smollm2-135m.toml --cache caches/smollm2-135m ",
         f"{TRAIN} --resume ",
@@ -94,9 +95,11 @@ def test_an_environment_of_the_users_is_completed_without_touching_torch(clone: 
 def test_the_embedded_default_is_only_built_for_configs_that_name_it(clone: Path) -> None:
     make_environment(clone)
     config = "--config configs/qwen3-8b.toml"
+    train = f".venv/bin/python -m train {config} --cache caches/qwen3-8b --run runs/qwen3-8b --resume "
     assert planned(clone, "train", "CONFIG=configs/qwen3-8b.toml") == [
+        f"{train}--preflight ",
         f".venv/bin/python -m extract {config} --cache caches/qwen3-8b ",
-        f".venv/bin/python -m train {config} --cache caches/qwen3-8b --run runs/qwen3-8b --resume ",
+        train,
     ]
 
 
@@ -107,7 +110,7 @@ def test_overrides_reach_the_programs_with_their_quotes(clone: Path, tmp_path: P
     python.write_text('#!/bin/sh\nfor last; do :; done\ncase "$2" in extract|train) echo "$last" ;; esac\n')
     python.chmod(0o755)
     process = run_make(clone, "train", f"PYTHON={python}", f"SET={overrides}", "CONFIG=configs/qwen3-8b.toml", "-s")
-    assert process.stdout.splitlines() == [overrides, overrides]
+    assert process.stdout.splitlines() == [overrides] * 3
 
 
 def test_a_python_that_is_not_there_is_one_sentence(clone: Path, tmp_path: Path) -> None:

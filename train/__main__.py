@@ -24,7 +24,7 @@ INTERRUPTED = "interrupted before training began: nothing was lost"
 
 def main() -> int:
     arguments = parse_arguments()
-    if "TORCHELASTIC_RUN_ID" in os.environ and not arguments.check:
+    if "TORCHELASTIC_RUN_ID" in os.environ and not (arguments.check or arguments.preflight):
         work(arguments)
     return run_command(lambda: start(arguments), interrupted=INTERRUPTED)
 
@@ -42,6 +42,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="continue the run in --run; begin it if there is none")
     parser.add_argument("--check", action="store_true", help="print what the run would be and need, and do nothing")
     parser.add_argument("--json", action="store_true", help="with --check: print JSON")
+    parser.add_argument(
+        "--preflight",
+        action="store_true",
+        help="refuse now what would be refused when there is a cache, and do nothing: `make train` begins with it",
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a configuration key")
     arguments = parser.parse_intermixed_args()
     name = Path(arguments.config).stem
@@ -65,11 +70,14 @@ def start(arguments: argparse.Namespace) -> int:
     from train.gpus import find_gpus
     from train.launch import run_workers
     from train.lock import refuse_if_locked
-    from train.preflight import check_files, preflight
+    from train.preflight import check_files, preflight, preflight_without_cache
     from train.summary import print_summary
 
     num_workers = max(1, len(find_gpus(config.train)))
     refuse_if_locked(arguments.run)
+    if arguments.preflight:
+        preflight_without_cache(config, arguments.run, world_size=num_workers, resume=arguments.resume)
+        return 0
     begin = preflight(config, arguments.cache, arguments.run, world_size=num_workers, resume=arguments.resume)
     if begin.is_finished:
         print(f"{arguments.run} has all its {begin.num_steps} steps: nothing to train; RUN= (--run) begins another")

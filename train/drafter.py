@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from shards.sections import DrafterConfig
 from train.attention import block_attention
-from train.config import DrafterConfig
 from train.graph import fused
 from train.linear import Linear
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from shards.errors import UsageError
-from train.config import TrainConfig
+from shards.sections import TrainConfig
 
 
 def find_gpus(settings: TrainConfig) -> list[str]:

@@ -7,8 +7,9 @@ from typing import Self
 import torch
 
 from shards.manifest import Plan
+from shards.sections import TrainConfig
 from train.anchors import POSITION_BITS, mix
-from train.config import RunConfig, TrainConfig
+from train.config import RunConfig
 
 NO_ROW = -1  # fills the last step of an epoch: a row without supervised tokens
 

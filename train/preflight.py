@@ -1,4 +1,7 @@
-"""What is checked before a rank begins: the cache against the config, the GPU's needs, the run directory."""
+"""What is checked before a rank begins: the cache against the config, the GPU's needs, the run directory.
+
+What needs no cache is checked before there is one, too: what training would refuse is not worth an extraction.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -42,16 +45,18 @@ def preflight(config: RunConfig, cache: Path, run: Path, *, world_size: int, res
         )
     if manifest.plan.num_train_rows == 0:
         raise CacheError(f"{cache} has no rows to train on, only held-out ones: lower data.holdout_fraction")
-    config.train.num_micro_steps(world_size)
-    if torch.cuda.device_count():
-        _check_kernels(config)
-    if config.train.precision == "fp8":
-        _check_float8(config)
+    _check_machine(config, world_size)
     return Beginning(
         num_steps=RowOrder.of(config, manifest.plan).num_steps(config.train),
         checkpoint=begin_or_continue(run, config, manifest, resume=resume),
         notes=manifest.moved(config.target, config.data),
     )
+
+
+def preflight_without_cache(config: RunConfig, run: Path, *, world_size: int, resume: bool) -> None:
+    """Raise UsageError for whatever would stop the run on any cache that the config describes. Writes nothing."""
+    _check_machine(config, world_size)
+    begin_or_continue(run, config, None, resume=resume)
 
 
 def check_files(cache: Path, checkpoint: Path | None) -> None:
@@ -66,6 +71,14 @@ def check_files(cache: Path, checkpoint: Path | None) -> None:
     for name in (HEAD_CONFIG_FILE, HEAD_FILE):
         check_file(cache, name, manifest.checksums.get(name, "none"))
     check_at_a_glance(cache, manifest)
+
+
+def _check_machine(config: RunConfig, world_size: int) -> None:
+    config.train.num_micro_steps(world_size)
+    if torch.cuda.device_count():
+        _check_kernels(config)
+    if config.train.precision == "fp8":
+        _check_float8(config)
 
 
 def _check_float8(config: RunConfig) -> None:

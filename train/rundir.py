@@ -42,11 +42,11 @@ LENGTH = ("train.epochs", "train.max_steps")
 Loss = float | int | None  # in a line of metrics: None where nothing was counted
 
 
-def begin_or_continue(run: Path, config: RunConfig, manifest: Manifest, *, resume: bool) -> Path | None:
+def begin_or_continue(run: Path, config: RunConfig, manifest: Manifest | None, *, resume: bool) -> Path | None:
     """Decide where the run starts: None for its beginning, else the checkpoint to continue from. Writes nothing.
 
-    `manifest` is the cache's. Raises UsageError when the directory can't be written, holds something and `resume` is
-    off, or holds the run of another config or cache.
+    `manifest` is the cache's; None: there is none yet, so the run is not held against it. Raises UsageError when the
+    directory can't be written, holds something and `resume` is off, or holds the run of another config or cache.
     """
     _require_place(run)
     if not run.exists() or all(_is_leftover(path.name) for path in run.iterdir()):
@@ -121,9 +121,9 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def record(config: RunConfig, manifest: Manifest) -> dict[str, Any]:
+def record(config: RunConfig, manifest: Manifest | None) -> dict[str, Any]:
     """What makes a run what it is: the whole configuration, and of what its cache was made, in which rows."""
-    identity = to_json(manifest.identity) | {"plan": manifest.plan_hash}
+    identity = to_json(manifest.identity) | {"plan": manifest.plan_hash} if manifest else {}
     return flatten(config) | {f"identity.{key}": value for key, value in identity.items()}
 
 

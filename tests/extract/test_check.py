@@ -73,5 +73,23 @@ def test_check_tells_what_is_there_and_refuses_what_does_not_match(
     assert "the data of data.files" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("check", [["--check"], []], ids=["check", "extract"])
+@pytest.mark.parametrize(
+    "override",
+    ["train.lr=fast", "train.lr=-1", "train.max_steps=2.5", "drafter.head_dim=7", "speculate.max_new_tokens=1"],
+)
+def test_what_a_later_program_would_refuse_is_refused_before_anything_is_extracted(
+    copy: Path, override: str, check: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Path(copy / "config.toml")
+    sections = (ROOT / "configs/smollm2-135m.toml").read_text(encoding="utf-8").partition("[drafter]")
+    config.write_text(config.read_text(encoding="utf-8") + "".join(sections[1:]), encoding="utf-8")
+    before = files_of(copy)
+    assert main(["--config", str(config), "--cache", str(copy / "new" / "cache"), *check, override]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {override.partition('=')[0]} is ")
+    assert files_of(copy) == before
+    assert not (copy / "new").exists()
+
+
 def test_every_reason_to_leave_a_record_out_is_explained() -> None:
     assert LEFT_OUT_BECAUSE.keys() == set(get_args(Reason))

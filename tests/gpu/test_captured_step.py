@@ -12,7 +12,8 @@ from benchmarks.step import check_replay_equals_eager
 from benchmarks.synthetic import fill_rows, random_trainer
 from shards.config import CacheConfig, DataConfig, TargetConfig
 from shards.errors import RunError
-from train.config import DrafterConfig, RunConfig, TrainConfig
+from shards.sections import DrafterConfig, TrainConfig
+from train.config import RunConfig
 from train.decode import decode_features
 from train.graph import CapturedFunction
 from train.runtime import compute_on_one_thread_deterministically, quiet_thread_starters

@@ -8,20 +8,9 @@ from typing import Literal
 
 import pytest
 
-from extract.config import ExtractConfig
-from shards.config import (
-    SECTIONS,
-    CacheConfig,
-    ConfigFile,
-    DataConfig,
-    TargetConfig,
-    build_section,
-    check_layers,
-    to_json,
-)
+from shards.config import CacheConfig, DataConfig, TargetConfig, build_section, check_layers, to_json
+from shards.config_file import ConfigFile, Values, read_values
 from shards.errors import UsageError
-from speculate.config import SpeculateConfig
-from train.config import DrafterConfig, TrainConfig
 
 ROOT = Path(__file__).parents[2]
 TARGET = TargetConfig(path="models/tiny", hidden_size=64, num_layers=9, vocab_size=100, mask_token_id=3)
@@ -45,10 +34,10 @@ class Example:
     inner: tuple[Inner, ...] = ()
 
 
-def load(tmp_path: Path, text: str | bytes, *overrides: str) -> ConfigFile:
+def read(tmp_path: Path, text: str | bytes, *overrides: str) -> Values:
     path = tmp_path / "config.toml"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
-    return ConfigFile.load(path, overrides)
+    return read_values(path, overrides)
 
 
 def example(text: str) -> Example:
@@ -61,14 +50,6 @@ def test_the_configs_that_come_with_the_project_load(path: Path) -> None:
     target = config.section("target", TargetConfig)
     config.section("data", DataConfig)
     check_layers("cache.layers", config.section("cache", CacheConfig).layers, target)
-
-
-@pytest.mark.parametrize(
-    ("name", "owner"),
-    {"extract": ExtractConfig, "drafter": DrafterConfig, "train": TrainConfig, "speculate": SpeculateConfig}.items(),
-)
-def test_the_keys_of_other_packages_are_those_of_their_dataclasses(name: str, owner: type) -> None:
-    assert SECTIONS[name] == tuple(field.name for field in dataclasses.fields(owner))
 
 
 def test_values_become_the_types_of_their_fields() -> None:
@@ -84,7 +65,7 @@ def test_values_become_the_types_of_their_fields() -> None:
 def test_overrides_in_one_string_are_taken_apart(tmp_path: Path) -> None:
     """As make passes them: space inside a value is no end."""
     one = "train.epochs=2 train.gpus=[4, 5]  target.path=models/x y train.loss='ce' train.lr = 3e-4"
-    assert load(tmp_path, "[train]\nepochs = 1", one).sections == {
+    assert read(tmp_path, "[train]\nepochs = 1", one) == {
         "train": {"epochs": 2, "gpus": [4, 5], "loss": "ce", "lr": 3e-4},
         "target": {"path": "models/x y"},
     }
@@ -98,8 +79,7 @@ def test_overrides_replace_and_add(tmp_path: Path) -> None:
         "train.gpus=[4]",
         "drafter.is_causal=true",
     )
-    file = load(tmp_path, "[train]\nepochs = 1\nseed = 5", *overrides)
-    assert file.sections == {
+    assert read(tmp_path, "[train]\nepochs = 1\nseed = 5", *overrides) == {
         "train": {"epochs": 2, "seed": 5, "lr": 3e-4, "gpus": [4]},
         "target": {"path": "models/x y"},
         "drafter": {"is_causal": True},
@@ -115,7 +95,7 @@ def test_overrides_replace_and_add(tmp_path: Path) -> None:
     ],
 )
 def test_what_editors_do_to_a_file_changes_nothing(tmp_path: Path, content: bytes) -> None:
-    assert load(tmp_path, content).sections == {"train": {"epochs": 2}}
+    assert read(tmp_path, content) == {"train": {"epochs": 2}}
 
 
 @pytest.mark.parametrize(
@@ -124,9 +104,13 @@ def test_what_editors_do_to_a_file_changes_nothing(tmp_path: Path, content: byte
         (
             "[train]\nepohcs = 1",
             None,
-            r"unknown key train\.epohcs in .*: did you mean epochs\? Known: gpus, num_anchors",
+            r"unknown key 'train\.epohcs' in .*: did you mean train\.epochs or train\.eps\? shards/sections\.py",
         ),
-        ("[speculate]\nfoo = 1", None, r"unknown key speculate\.foo in .*: did you mean"),
+        (
+            "[speculate]\nfoo = 1",
+            None,
+            r"unknown key 'speculate\.foo' in .*; shards/sections\.py explains those of \[speculate\]",
+        ),
         ("[trian]\n", None, r"unknown section \[trian\] of .*: did you mean train\?"),
         ("train = 3", None, r"train must be a section, \[train\]"),
         ("[[train]]", None, r"train must be a section, \[train\]"),
@@ -141,16 +125,22 @@ def test_what_editors_do_to_a_file_changes_nothing(tmp_path: Path, content: byte
         ("", "epochs=3", "override 'epochs=3' is not of the form section.key=value"),
         ("", "=" * 9000, "override '=*… is not of the form section.key=value"),
         ("", "trian.lr=3", "unknown section of the override 'trian.lr=3': did you mean train"),
-        ("", "train.lrr=3", "unknown key of the override 'train.lrr=3': did you mean lr"),
-        ("", "extract.lr=nan", "unknown key of the override 'extract.lr=nan': did you mean gpus"),
-        ("", "train.betas.x=3", "unknown key of the override 'train.betas.x=3'"),
+        ("", "train.lrr=3", r"unknown key 'train\.lrr': did you mean train\.lr"),
+        ("", "train.layers=[1]", r"unknown key 'train\.layers': did you mean cache\.layers"),
+        (
+            "",
+            "cache.row_token=3",
+            r"unknown key 'cache\.row_token': did you mean cache\.row_tokens\? shards/config\.py explains",
+        ),
+        ("", "train.betas.x=3", r"unknown key 'train\.betas\.x': did you mean train\.betas"),
+        ("", "nothing.x=3", "unknown section of the override 'nothing.x=3': there are target, data, cache, extract"),
     ],
 )
 def test_files_and_overrides_that_are_wrong(
     tmp_path: Path, text: str | bytes, override: str | None, reason: str
 ) -> None:
     with pytest.raises(UsageError, match=reason) as error:
-        load(tmp_path, text, *([override] if override else []))
+        read(tmp_path, text, *([override] if override else []))
     assert len(str(error.value)) < 500 + len(str(tmp_path))
 
 
@@ -158,7 +148,7 @@ def test_files_and_overrides_that_are_wrong(
     ("text", "reason"),
     [
         ("", r"x\.toml lacks the key example\.count"),
-        ("cuont = 1", r"unknown key example\.cuont in x\.toml: did you mean count\? Known: count, rate"),
+        ("cuont = 1", r"unknown key example\.cuont in x\.toml: did you mean count\?$"),
         ("count = 1.5", r"example\.count is 1\.5: it must be of type int"),
         ("count = 1e20", r"example\.count is 1e\+20: it must be of type int"),
         ("count = true", r"example\.count is True: it must be of type int"),

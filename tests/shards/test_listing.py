@@ -28,7 +28,8 @@ def test_shards_of_a_cache(tmp_path: Path) -> None:
     assert (missing["state"], missing["first_row"], missing["rows"]) == ("missing", 2, 2)
     assert damaged["state"].startswith("damaged: ")
     assert "bytes" not in missing | damaged
-    lines = run("ls", tmp_path).stdout.splitlines()
+    note, *lines = run("ls", tmp_path).stdout.splitlines()
+    assert note.startswith("# incomplete: 2 of 3 shards are there; ")
     assert len(lines) == 3
     assert lines[0].startswith("shard-00000  rows 0:2  ")
     assert lines[1].endswith("  missing")
@@ -51,7 +52,7 @@ def test_caches_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     bad, part, whole = report("ls", tmp_path)["caches"]
     assert bad["state"].startswith("damaged: ")
-    assert (part["state"], part["shards"], part["planned_shards"]) == ("unfinished", 2, 3)
+    assert (part["state"], part["shards"], part["planned_shards"]) == ("incomplete", 2, 3)
     assert whole == {
         "cache": str(tmp_path / "whole"),
         "state": "complete",

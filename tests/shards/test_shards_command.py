@@ -1,7 +1,9 @@
 """`python -m shards` as a user runs it."""
 
+import contextlib
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from extract.lock import sole_extraction
 from shards.manifest import Manifest
 from shards.plot import draw_left_out, draw_sources, draw_states
 from shards.record import Quarantined, ShardRecord
@@ -46,6 +49,8 @@ def test_stats_counts_what_is_there(cache: Path) -> None:
         "target_layer_ids": [1, 4, 6],
         "codec": "bf16",
         "shards": 3,
+        "planned_shards": 3,
+        "state": "complete",
         "rows": 5,
         "row_tokens": 96,
         "documents": len(plan.document_row),
@@ -102,7 +107,40 @@ def test_verify_of_a_whole_cache(cache: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == f"3 shards, {num_files} files verified: no faults{unread}\n"
         found = json.loads(run("verify", cache, "--json", *options).stdout)
-        assert found == {"shards": 3, "files": num_files, "faults": []}
+        assert found == {"state": "complete", "shards": 3, "missing_shards": 0, "files": num_files, "faults": []}
+
+
+INCOMPLETE = {
+    "incomplete": "the command that makes the cache (`make extract`) goes on from them",
+    "extracting": "an extraction is at work on the others",
+}
+
+
+@pytest.mark.parametrize("state", INCOMPLETE)
+def test_an_incomplete_cache_says_so_and_is_not_faulty(tmp_path: Path, state: str) -> None:
+    """Nor is it whole: a script that goes on after `verify` does not go on."""
+    plan = make_plan(SHAPE)
+    manifest = start_cache(tmp_path, SHAPE, plan)
+    assert not any(line.startswith(("bytes ", "layer ")) for line in run("stats", tmp_path).stdout.splitlines())
+    write_shard(tmp_path, manifest, 2, make_rows(SHAPE, manifest, plan, 2))
+    said = f"incomplete: 1 of 3 shards are there; {INCOMPLETE[state]}"
+    with sole_extraction(tmp_path) if state == "extracting" else contextlib.nullcontext():
+        stats, verify = run("stats", tmp_path), run("verify", tmp_path)
+        assert (stats.returncode, stats.stderr, stats.stdout.splitlines()[0]) == (0, "", said)
+        assert (verify.returncode, verify.stderr, verify.stdout.splitlines()[0]) == (1, "", said)
+        assert "files verified: no faults" in verify.stdout
+        assert [json.loads(run(name, tmp_path, "--json").stdout)["state"] for name in ("stats", "ls")] == [state] * 2
+        found = json.loads(run("verify", tmp_path, "--json").stdout)
+        del found["files"]
+        assert found == {"state": state, "shards": 1, "missing_shards": 2, "faults": []}
+
+
+def test_a_shard_that_was_there_is_a_fault(tmp_path: Path) -> None:
+    """All were, as complete.json says."""
+    make_cache(tmp_path, SHAPE)
+    shutil.rmtree(tmp_path / "shard-00001")
+    found = run("verify", tmp_path)
+    assert (found.returncode, found.stdout.splitlines()[0]) == (1, "shard-00001 is missing")
 
 
 def test_verify_prints_a_line_for_each_fault(tmp_path: Path) -> None:

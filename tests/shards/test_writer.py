@@ -141,7 +141,7 @@ def test_quarantine_is_recorded_and_left_out_of_the_statistics(tmp_path: Path) -
     assert count_quarantined(tmp_path, manifest) == 1
     statistics = cache_statistics(tmp_path)
     assert statistics["quarantined_documents"] == 1
-    assert f"documents  {manifest.plan.num_documents}, 1 in quarantine\n" in format_statistics(statistics, 3)
+    assert f"documents  {manifest.plan.num_documents}, 1 in quarantine\n" in format_statistics(statistics)
     record = ShardRecord.read(tmp_path, manifest, 0)
     assert record.quarantined == (Quarantined(document=document, layer=4, position=0),)
     measured_RT = (rows.document_ids >= 0) & (rows.document_ids != document)

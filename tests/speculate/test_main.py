@@ -137,7 +137,7 @@ def test_wrong_configs_are_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path
 ) -> None:
     assert call(monkeypatch, "--config", config, "speculate.prompt=x") == 2
-    assert "did you mean prompts?" in capsys.readouterr().err
+    assert "did you mean speculate.prompts or" in capsys.readouterr().err
     assert call(monkeypatch, "--config", config, "--run", tmp_path / "none") == 2
     assert "has no checkpoint: `make train` makes one" in capsys.readouterr().err
 

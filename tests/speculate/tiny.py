@@ -8,7 +8,8 @@ import torch
 
 from benchmarks.random_target import MASK_ID, TargetShape, make_random_target
 from shards.config import CacheConfig, DataConfig, TargetConfig
-from train.config import DrafterConfig, RunConfig, TrainConfig
+from shards.sections import DrafterConfig, TrainConfig
+from train.config import RunConfig
 from train.drafter import Drafter
 from train.export import export_drafter
 from train.target_head import TargetHead

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from shards.sections import DrafterConfig
 from tests.reference.drafter import Packing, Shape, drafter_forward
 from tests.train.rows import Row, pack, stack
-from train.config import DrafterConfig
 from train.drafter import Drafter, join_projections, rotary_embedding, rotate, split_projections
 
 HIDDEN = 20

@@ -9,7 +9,8 @@ import torch
 from safetensors import safe_open
 
 from shards.config import CacheConfig, DataConfig, TargetConfig
-from train.config import DrafterConfig, RunConfig, TrainConfig
+from shards.sections import DrafterConfig, TrainConfig
+from train.config import RunConfig
 from train.drafter import Drafter, split_projections
 from train.export import check_exported, export_drafter
 from train.target_head import TargetHead

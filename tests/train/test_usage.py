@@ -22,7 +22,7 @@ from train.rundir import begin_or_continue, record_config
 
 ROOT = Path(__file__).parents[2]
 WRONG_SETTINGS = {  # override → what the sentence must say
-    "train.lrr=1e-3": "did you mean lr?",
+    "train.lrr=1e-3": "did you mean train.lr",
     "trian.lr=1e-3": "did you mean train?",
     "train.lr": "section.key=value",
     "train.lr=fast": "train.lr is 'fast'",
@@ -42,8 +42,8 @@ WRONG_SETTINGS = {  # override → what the sentence must say
     "train.compile_cache=": "train.compile_cache has '', which can be no path",
     f"data.files=['{'x' * 300}']": "a name of 300 bytes",
     'target.path="a\\u0000b"': "target.path has 'a\\x00b', which can be no path",
-    "speculate.foo=1": "unknown key of the override 'speculate.foo=1'",
-    "extract.lr=nan": "unknown key of the override 'extract.lr=nan'",
+    "speculate.foo=1": "unknown key 'speculate.foo'",
+    "extract.lr=nan": "unknown key 'extract.lr'",
     "train.gpus=[-1]": "by number",
     "train.gpus=[999]": "names GPUs [999]",
     "train.loss=mse": "must be one of",
@@ -374,6 +374,37 @@ def test_a_run_directory_with_our_own_leftovers_only_is_empty(capsys, copied):
     assert begin_or_continue(run, config, manifest, resume=False) is None
     (run / ".notes").touch()
     check_refused(capsys, copied, "is not empty")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train.lr=fast"], "train.lr is 'fast'"),
+        (["drafter.target_layer_ids=[1, 3]"], "[3] that are not in cache.layers"),
+        (["train.rows_per_micro_step=4"], "must be a multiple of 4"),
+        (["train.gpus=[999]"], "names GPUs [999]"),
+        (["--run", "tiny.toml"], "tiny.toml is not a directory that can be written to"),
+        (["drafter.num_layers=3"], "was begun with drafter.num_layers = 2, now it is 3"),
+    ],
+)
+def test_a_preflight_refuses_what_training_would_refuse_before_there_is_a_cache(
+    capsys, copied, monkeypatch, arguments, said
+):
+    monkeypatch.chdir(copied)
+    record_config(copied / "run", RunConfig.load(copied / "tiny.toml"), Manifest.read(copied / "cache"))
+    shutil.rmtree(copied / "cache")
+    check_refused(capsys, copied, said, "--resume", "--preflight", *arguments)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_preflight_says_and_writes_nothing_where_nothing_is_wrong(capsys, copied, begun):
+    if begun:
+        begin_run(copied)
+    shutil.rmtree(copied / "cache")
+    before = snapshot(copied)
+    assert call(copied, "--resume", "--preflight") == 0
+    assert capsys.readouterr() == ("", "")
+    assert snapshot(copied) == before
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-8b", "qwen3.6-27b"])
