@@ -5,9 +5,9 @@ data or the target is not there yet, figures are given for a million tokens inst
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
+from extract.files import absent
 from extract.job import Job
 from extract.sizes import bytes_per_slot, cache_bytes, describe_plan, fill_of, target_bytes
 from extract.sources import check_sources
@@ -69,7 +69,7 @@ def plan_figures(job: Job, plan: Plan | None, worker_tokens_per_s: float) -> dic
 
 def _plan(job: Job) -> Plan | None:
     """The plan, if what it is made from is there."""
-    if not all(Path(path).exists() for path in (job.target.path, *job.data.files)):
+    if _absent(job):
         return None
     from extract.prepare import plan_rows  # imports transformers, which the figures alone don't need
     from extract.target import check_mask_token, read_architecture
@@ -80,13 +80,17 @@ def _plan(job: Job) -> Plan | None:
     return plan_rows(job, encoder)[0]
 
 
+def _absent(job: Job) -> list[str]:
+    return absent([job.target.path, *job.data.files])
+
+
 def _format(job: Job, plan: Plan | None, figures: dict[str, Any]) -> str:
     """The figures for people."""
     target, cache, f = job.target, job.cache, figures
     if plan:
         planned, needed = describe_plan(plan, cache.row_tokens), _size(f["total_bytes"])
     else:
-        missing = [path for path in (target.path, *job.data.files) if not Path(path).exists()]
+        missing = _absent(job)
         planned = f"none yet: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         needed = f"{_size(f['bytes_per_million_tokens'])} for a million tokens, and {_size(f['target_bytes'])} once"
     workers = f"{f['workers']} × {f['tokens_per_second'] / f['workers']:,.0f}"

@@ -46,6 +46,8 @@ class Encoder:
         if record.text is not None:
             token_ids = self.tokenizer(record.text)["input_ids"]
             loss_mask = np.ones(len(token_ids), np.uint8)
+        elif record.token_ids is not None:
+            token_ids, loss_mask = record.token_ids, record.loss_mask
         else:
             token_ids, loss_mask = self._encode_chat(record.messages)
         ids = np.asarray(token_ids, np.int32)

@@ -56,7 +56,7 @@ class TargetConfig:
 class DataConfig:
     """Which documents, and which of them are held out."""
 
-    files: tuple[str, ...]  # JSONL; each line has `messages` or `text`, and may have `source`
+    files: tuple[str, ...]  # files, folders, patterns, or - for standard input: JSONL, JSON arrays, Parquet
     max_documents: int | None = None  # read no more than the first so many, for a quick try; None: all
     holdout_fraction: float = 0.02  # share of documents that training never sees, chosen by content hash
     over_length: Literal["truncate", "drop"] = "truncate"  # what happens to a document longer than a row
@@ -64,7 +64,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not self.files:
-            raise UsageError("data.files is empty: name at least one JSONL file")
+            raise UsageError("data.files is empty: name at least one file, folder or pattern")
         for file in self.files:
             require_path("data.files", file)
         if self.max_documents is not None:

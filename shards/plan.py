@@ -154,6 +154,6 @@ def _describe_nothing_left(tokenised: Tokenised, num_heldout: int) -> str:
     if num_heldout:
         return f"all {num_heldout} documents are held out, none is left to train on: lower data.holdout_fraction"
     if not tokenised.num_left_out:
-        return "the data files have no records: data.files must name JSONL files with at least one line"
+        return "the data files have no records: data.files must name some with at least one"
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(tokenised.num_left_out.items()))
     return f"no document of the data can be used; left out by reason: {reasons}"

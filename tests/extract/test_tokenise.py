@@ -39,7 +39,7 @@ def with_template(folder: Path, tmp_path: Path, template: str | None) -> Encoder
 
 
 def record(value: dict[str, Any], index: int = 0) -> Record:
-    return Record(index=index, source="s", messages=value.get("messages"), text=value.get("text"))
+    return Record(index=index, where="w", source="s", messages=value.get("messages"), text=value.get("text"))
 
 
 def marked(encoder: Encoder, document: Document) -> str:
