@@ -71,13 +71,13 @@ def _plan(job: Job) -> Plan | None:
     """The plan, if what it is made from is there."""
     if _absent(job):
         return None
-    from extract.prepare import plan_rows  # imports transformers, which the figures alone don't need
+    from extract.planning import Planned  # imports transformers, which the figures alone don't need
     from extract.target import check_mask_token, read_architecture
     from extract.tokenise import Encoder
 
-    encoder = Encoder.load(read_architecture(job.target, job.cache).folder)
+    encoder = Encoder.load(read_architecture(job.target, job.cache).folder, job.data.chat_template_kwargs)
     check_mask_token(job.target, encoder)
-    return plan_rows(job, encoder)[0]
+    return Planned(job, encoder, directory=None).plan
 
 
 def _absent(job: Job) -> list[str]:

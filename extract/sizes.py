@@ -13,11 +13,16 @@ TOKENIZER_BYTES = 1 << 25
 LEFT_OUT_BECAUSE = {  # by documents.Reason
     "empty": "no tokens",
     "template_refused": "refused by the chat template",
-    "mask_unclear": "an answer's tokens can't be told from those around it",
+    "answer_spells_end": "an answer contains the token that ends it",
+    "answer_unclear": "an answer can't be told from what is before it",
+    "answer_without_end": "an answer has no end-of-turn token",
     "mask_token": "contains target.mask_token_id",
     "outside_embedding": "contains a token id without an embedding",
     "over_length": "longer than a row",
+    "few_supervised": "fewer supervised tokens than data.min_supervised_tokens",
     "no_anchor": "no two supervised tokens side by side, so no block can start",
+    "duplicate": "the same tokens as a record before it",
+    "mix": "more than data.mix asks for",
 }
 
 

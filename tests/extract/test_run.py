@@ -160,11 +160,11 @@ def test_a_cache_with_every_document_in_quarantine_is_a_failure(
 
 
 BAD_INPUT = {  # what is overridden, and what is said; {0} is the project's directory
-    "unknown key": ("cache.row_token=64", "did you mean row_tokens?"),
+    "unknown key": ("cache.row_token=64", "did you mean cache.row_tokens?"),
     "missing data": ('data.files=["{0}/none.jsonl"]', "none.jsonl does not exist"),
     "empty data": ('data.files=["{0}/empty.jsonl"]', "the data files have no records"),
     "malformed line": ('data.files=["{0}/broken.jsonl"]', "broken.jsonl, line 2 is not valid JSON"),
-    "useless data": ('data.files=["{0}/useless.jsonl"]', "left out by reason: no_anchor 1"),
+    "useless data": ('data.files=["{0}/useless.jsonl"]', "left out by reason: few_supervised 1"),
     "layer out of range": ("cache.layers=[0, 7]", "cache.layers has layer 7: the target's decoder layers are 0..4"),
     "the last layer": ("cache.layers=[0, 4]", "cache.layers has layer 4, the target's last"),
     "mask token out of range": ("target.mask_token_id=264", "target.mask_token_id is 264, outside the embedding"),
