@@ -14,9 +14,13 @@ from pathlib import Path
 from shards.errors import run_command
 
 DESCRIPTION = "Run a target over the data and store its hidden states, as the configuration file says."
+PLAN_DESCRIPTION = """\
+Tokenise the data as an extraction would, on all cores, and print what it comes to: documents, tokens, rows, sources,
+what is left out, bytes with each codec, hours. Nothing is written, and no weights are read."""
 EPILOG = """\
 Only what is missing is done: published shards are kept, and a complete cache is left as it is. The cache of another
 configuration, other data or another target is refused.
+`python -m extract plan --config F` says beforehand what the data comes to.
 Any configuration key can be overridden: python -m extract --config F cache.layers=[1,8,14] extract.gpus=[0,1]
 Exit codes: 0 complete; 1 failed or interrupted, the same command continues; 2 wrong usage, nothing was written."""
 
@@ -26,25 +30,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    is_plan = arguments[:1] == ["plan"]
     parser = argparse.ArgumentParser(
-        prog="python -m extract",
-        description=DESCRIPTION,
-        epilog=EPILOG,
+        prog="python -m extract" + " plan" * is_plan,
+        description=PLAN_DESCRIPTION if is_plan else DESCRIPTION,
+        epilog=None if is_plan else EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(is_plan=is_plan, check=False)
+    checked = "" if is_plan else "with --check: "
     parser.add_argument("--config", required=True, type=Path, metavar="FILE", help="the TOML file, see configs/")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="the cache to make (default: caches/<config name>)")
-    parser.add_argument("--check", action="store_true", help="print plan, bytes and disk speed needed, and do nothing")
-    parser.add_argument("--json", action="store_true", help="with --check: print JSON")
+    if not is_plan:
+        parser.add_argument(
+            "--check", action="store_true", help="print plan, bytes and disk speed needed, and do nothing"
+        )
+    parser.add_argument("--json", action="store_true", help=f"{checked}print JSON")
     parser.add_argument(
         "--tokens-per-second",
         type=float,
         default=30_000.0,  # an 8B target on an H200
         metavar="N",
-        help="with --check: the speed of one worker to reckon with (default: %(default)s)",
+        help=f"{checked}the speed of one worker to reckon with (default: %(default)s)",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a configuration key")
-    return parser.parse_intermixed_args(argv)
+    return parser.parse_intermixed_args(arguments[is_plan:])
 
 
 def start(arguments: argparse.Namespace) -> None:
@@ -53,6 +64,11 @@ def start(arguments: argparse.Namespace) -> None:
     from extract.sources import check_sources
 
     job = Job.load(arguments.config, arguments.overrides, arguments.cache)
+    if arguments.is_plan:
+        from extract.plan import plan
+
+        plan(job, worker_tokens_per_s=arguments.tokens_per_second, as_json=arguments.json)
+        return
     if arguments.check:
         check(job, worker_tokens_per_s=arguments.tokens_per_second, as_json=arguments.json)
         return
