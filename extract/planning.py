@@ -141,8 +141,11 @@ def _result(future: Future[Batch]) -> Batch:
 
 @contextlib.contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """A process that is started here never answers SIGINT, which a terminal sends to it, too; this one does later."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    """Let this process be interrupted later, and the one that is started here never: a terminal asks that one, too.
+
+    An interrupt now would leave it half of what it is sent.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
     try:
         yield
     finally:

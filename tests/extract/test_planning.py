@@ -1,6 +1,7 @@
 """The data to a plan: the same however many processes tokenise it, and nothing left out without being listed."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,11 @@ import pytest
 
 import extract.planning
 from extract.job import Job
-from extract.planning import Planned
+from extract.planning import Planned, tokenised_batches
 from extract.prepare import LEFT_OUT_FILE, prepare
 from extract.tokenise import Encoder
 from shards.documents import COLUMNS
-from shards.errors import UsageError
+from shards.errors import RunError, UsageError
 from shards.schema import PLAN_COLUMNS
 from tests.extract.tiny import ROW_TOKENS, chat, job_of, write_jsonl, write_project
 
@@ -85,3 +86,9 @@ def test_the_mix_is_part_of_the_configuration(tmp_path: Path) -> None:
     assert planned.num_left_out == {"mix": 20}
     with pytest.raises(UsageError, match=r"data\.mix names the source 'chat', of which .* did you mean chats"):
         plan(Job.load(tmp_path / "config.toml", ["data.mix={chat = 1, texts = 1}"]))
+
+
+def test_a_process_that_dies_ends_the_command_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extract.planning, "FEW_BATCHES", 0)
+    with pytest.raises(RunError, match="a process that tokenised was ended from outside"):
+        list(tokenised_batches(iter([1, 1, 1]), os._exit, 2))
