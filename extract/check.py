@@ -5,11 +5,11 @@ data or the target is not there yet, figures are given for a million tokens inst
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
+from extract.files import absent
 from extract.job import Job
-from extract.sizes import bytes_per_slot, cache_bytes, describe_plan, fill_of, target_bytes
+from extract.sizes import bytes_per_slot, cache_bytes, describe_plan, fill_of, size, target_bytes
 from extract.sources import check_sources
 from shards.manifest import Plan
 from shards.room import free_bytes
@@ -72,26 +72,30 @@ def plan_figures(job: Job, plan: Plan | None, worker_tokens_per_s: float) -> dic
 
 def _plan(job: Job) -> Plan | None:
     """The plan, if what it is made from is there."""
-    if not all(Path(path).exists() for path in (job.target.path, *job.data.files)):
+    if _absent(job):
         return None
-    from extract.prepare import plan_rows  # imports transformers, which the figures alone don't need
+    from extract.planning import Planned  # imports transformers, which the figures alone don't need
     from extract.target import check_mask_token, read_architecture
     from extract.tokenise import Encoder
 
-    encoder = Encoder.load(read_architecture(job.target, job.cache).folder)
+    encoder = Encoder.load(read_architecture(job.target, job.cache).folder, job.data.chat_template_kwargs)
     check_mask_token(job.target, encoder)
-    return plan_rows(job, encoder)[0]
+    return Planned(job, encoder, directory=None).plan
+
+
+def _absent(job: Job) -> list[str]:
+    return absent([job.target.path, *job.data.files])
 
 
 def _format(job: Job, plan: Plan | None, figures: dict[str, Any]) -> str:
     """The figures for people."""
     target, cache, f = job.target, job.cache, figures
     if plan:
-        planned, needed = describe_plan(plan, cache.row_tokens), _size(f["total_bytes"])
+        planned, needed = describe_plan(plan, cache.row_tokens), size(f["total_bytes"])
     else:
-        missing = [path for path in (target.path, *job.data.files) if not Path(path).exists()]
+        missing = _absent(job)
         planned = f"none yet: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-        needed = f"{_size(f['bytes_per_million_tokens'])} for a million tokens, and {_size(f['target_bytes'])} once"
+        needed = f"{size(f['bytes_per_million_tokens'])} for a million tokens, and {size(f['target_bytes'])} once"
     workers = f"{f['workers']} × {f['tokens_per_second'] / f['workers']:,.0f}"
     there = f"{f['published_shards']:,} of {f['shards']:,} shards" if "published_shards" in f else "nothing yet"
     lines = {
@@ -100,16 +104,8 @@ def _format(job: Job, plan: Plan | None, figures: dict[str, Any]) -> str:
         "plan": planned,
         "there": f"{there} in {job.directory}",
         "bytes": f"{f['bytes_per_slot']:,} a slot, {f['bytes_per_token']:,.0f} a token at {f['fill']:.1%} fill",
-        "disk": f"{needed}; {_size(f['disk_free_bytes'])} free for {job.directory}",
+        "disk": f"{needed}; {size(f['disk_free_bytes'])} free for {job.directory}",
         "speed": f"if targets run at {f['tokens_per_second']:,.0f} tok/s ({workers}; --tokens-per-second sets it), "
-        f"the disk must write {_size(f['disk_write_bytes_per_second'])}/s",
+        f"the disk must write {size(f['disk_write_bytes_per_second'])}/s",
     }
     return "\n".join(f"{name:<7} {text}" for name, text in lines.items())
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.2f} TB"

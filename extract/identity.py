@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from extract.files import expand
 from extract.job import Job
 from extract.tokenise import Encoder
 from shards.errors import CacheError, UsageError
@@ -92,8 +93,8 @@ def hash_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def hash_data(files: Sequence[str]) -> str:
-    """Of the contents, in the order in which the config names them."""
-    return _hash_named(("", hash_file(Path(file))) for file in files)
+    """Of the files' contents as they lie there, in the order in which the config names them."""
+    return _hash_named(("", hash_file(path)) for path in expand(files))
 
 
 def hash_file(path: Path) -> str:

@@ -3,29 +3,29 @@
 All that can be refused is refused here, what is cheap to find first, and nothing is written before the last of it.
 """
 
+import json
 import platform
 import shutil
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 
-from extract.data import read_records
 from extract.head import Head, read_head
 from extract.identity import TEMPLATE_FILE, compute_identity, tokenizer_files
 from extract.job import Job
+from extract.planning import Planned
 from extract.sizes import cache_bytes, shards_bytes
 from extract.sources import check_sources, file_states, remember_sources
 from extract.target import Architecture, check_mask_token, read_architecture
-from extract.tokenise import Encoder, Limits, tokenise
+from extract.tokenise import Encoder
 from shards.errors import CacheError
-from shards.manifest import Identity, Manifest, Plan
-from shards.plan import make_plan
+from shards.manifest import Identity, Manifest
 from shards.record import count_quarantined
-from shards.room import require_room
-from shards.schema import PLAN_DIRECTORY, TARGET_DIRECTORY, PlanArrays, missing_shards
+from shards.room import existing_parent, require_room
+from shards.schema import PLAN_DIRECTORY, TARGET_DIRECTORY, missing_shards
 from shards.verify import check_file
 from shards.writer import check_vacant, new_cache, publish_cache
 
+LEFT_OUT_FILE = "left_out.jsonl"  # below plan/: the records that have no place, where they lie, and why
 COPIED_FILES = ("config.json", "generation_config.json", TEMPLATE_FILE)  # and the tokenizer's
 ROOM_ADVICE = "name another --cache, or take fewer layers or documents"
 SOFTWARE = ("torch", "transformers", "tokenizers", "numpy", "zarr", "numcodecs")
@@ -38,13 +38,6 @@ def prepare(job: Job) -> Manifest:
         check_vacant(job.directory)
     architecture = read_architecture(job.target, job.cache)
     return _resume(job, manifest) if manifest else _begin(job, architecture)
-
-
-def plan_rows(job: Job, encoder: Encoder) -> tuple[Plan, PlanArrays]:
-    """Tokenise the data and lay it into rows."""
-    limits = Limits.of(job.target, job.data, job.cache)
-    records = islice(read_records(job.data.files), job.data.max_documents)
-    return make_plan(tokenise(records, encoder, limits), job.target, job.data, job.cache)
 
 
 def _resume(job: Job, manifest: Manifest) -> Manifest:
@@ -73,24 +66,27 @@ def _check_whole(cache: Path, manifest: Manifest) -> None:
 
 
 def _begin(job: Job, architecture: Architecture) -> Manifest:
-    encoder = Encoder.load(architecture.folder)
+    encoder = Encoder.load(architecture.folder, job.data.chat_template_kwargs)
     check_mask_token(job.target, encoder)
     states = file_states(job)  # before their content is read: what changes after that is hashed again
     print("extract: tokenising and packing", flush=True)
-    plan, arrays = plan_rows(job, encoder)
-    require_room(job.directory, cache_bytes(job.target, job.cache, plan), advice=ROOM_ADVICE)
+    disk = existing_parent(job.directory)
+    planned = Planned(job, encoder, directory=disk)
+    require_room(job.directory, cache_bytes(job.target, job.cache, planned.plan), advice=ROOM_ADVICE)
     manifest = Manifest(
         target=job.target,
         data=job.data,
         cache=job.cache,
         identity=_identity(job, encoder),
-        plan=plan,
+        plan=planned.plan,
         checksums={},  # known once the files are written
         software={"python": platform.python_version()} | {name: version(name) for name in SOFTWARE},
     )
     head = read_head(architecture)
     with new_cache(job.directory) as staging:
-        arrays.write(staging / PLAN_DIRECTORY)
+        planned.layout.arrays(planned.tokenised, disk).write(staging / PLAN_DIRECTORY)
+        with open(staging / PLAN_DIRECTORY / LEFT_OUT_FILE, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(left_out, sort_keys=True) + "\n" for left_out in planned.left_out())
         _write_target(architecture.folder, head, encoder, staging)
         manifest = publish_cache(job.directory, staging, manifest)
     remember_sources(job, manifest, states)

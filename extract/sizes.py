@@ -13,11 +13,16 @@ TOKENIZER_BYTES = 1 << 25
 LEFT_OUT_BECAUSE = {  # by documents.Reason
     "empty": "no tokens",
     "template_refused": "refused by the chat template",
-    "mask_unclear": "an answer's tokens can't be told from those around it",
+    "answer_spells_end": "an answer contains the token that ends it",
+    "answer_unclear": "an answer can't be told from what is before it",
+    "answer_without_end": "an answer has no end-of-turn token",
     "mask_token": "contains target.mask_token_id",
     "outside_embedding": "contains a token id without an embedding",
     "over_length": "longer than a row",
+    "few_supervised": "fewer supervised tokens than data.min_supervised_tokens",
     "no_anchor": "no two supervised tokens side by side, so no block can start",
+    "duplicate": "the same tokens as a record before it",
+    "mix": "more than data.mix asks for",
 }
 
 
@@ -31,9 +36,12 @@ def describe_plan(plan: Plan, row_tokens: int) -> str:
     ]
     if plan.num_truncated:
         parts.append(f"{plan.num_truncated:,} truncated")
-    for reason, count in plan.num_left_out.items():
-        parts.append(f"{count:,} left out ({LEFT_OUT_BECAUSE.get(reason, reason)})")
+    parts += (f"left out: {text}" for text in describe_left_out(plan.num_left_out))
     return ", ".join(parts)
+
+
+def describe_left_out(num_left_out: dict[str, int]) -> list[str]:
+    return [f"{count:,} ({LEFT_OUT_BECAUSE.get(reason, reason)})" for reason, count in num_left_out.items()]
 
 
 def fill_of(plan: Plan, row_tokens: int) -> float:
@@ -61,3 +69,12 @@ def cache_bytes(target: TargetConfig, cache: CacheConfig, plan: Plan) -> int:
     """Of the whole cache."""
     shards = shards_bytes(target, cache, plan, range(plan.num_shards))
     return shards + target_bytes(target) + plan.num_tokens * TOKEN_BYTES
+
+
+def size(num_bytes: float) -> str:
+    """For people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.2f} TB"

@@ -8,10 +8,11 @@ and is no part of the cache: without it, or with a copy of it elsewhere, everyth
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from extract.files import STDIN, absent, expand
 from extract.job import Job
 from shards.durable import write_json
 from shards.manifest import Manifest
@@ -20,22 +21,20 @@ SEEN_FILE = ".sources.json"
 States = dict[str, list[list[Any]]]  # by part, "data" or "target": path, size, times and inode of each file
 
 
-def file_states(job: Job) -> States:
-    """What the file system says of the files that the data and the target consist of, in order."""
-    paths = {"data": map(Path, job.data.files), "target": sorted(Path(job.target.path).rglob("*"))}
-    return {part: _states(files) for part, files in paths.items()}
+def file_states(job: Job, without: Sequence[str] = ()) -> States:
+    """What the file system says of the files that the data and the target consist of, in order, by part."""
+    files = {"data": lambda: expand(job.data.files), "target": lambda: sorted(Path(job.target.path).rglob("*"))}
+    return {part: _states(list_files()) for part, list_files in files.items() if part not in without}
 
 
 def check_sources(job: Job, manifest: Manifest, *, needed: bool = True, weights: bool = True) -> None:
     """Raise CacheError naming what is not that which the cache of `job` was made from, UsageError if it isn't there.
 
-    Unless it is `needed`, what has gone since then from where the manifest says it was is passed over, and said to be.
-    Without `weights` these are not read, and nothing is remembered.
+    Unless it is `needed`, what has gone since then from where the manifest says it was is passed over, and said to be;
+    so is standard input in any case, since the plan has all that was read from it. Without `weights` these are not
+    read, and nothing is remembered.
     """
-    states = file_states(job)
-    if not needed:
-        for part in _gone(job, manifest):
-            del states[part]
+    states = file_states(job, without=_gone(job, manifest, needed=needed))
     seen = _read(job.directory, manifest)
     changed = [part for part in states if seen.get(part) != states[part]]
     if changed:
@@ -66,18 +65,18 @@ def _read(cache: Path, manifest: Manifest) -> States:
     return seen
 
 
-def _gone(job: Job, manifest: Manifest) -> list[str]:
+def _gone(job: Job, manifest: Manifest, *, needed: bool) -> list[str]:
     """The parts that have gone from where they were when the cache was made and where the config still has them."""
-    gone = []
-    for part, paths, recorded in (
-        ("data", job.data.files, manifest.data.files),
-        ("target", (job.target.path,), (manifest.target.path,)),
-    ):
-        missing = [path for path in paths if not Path(path).exists()]
-        if missing and paths == recorded:
-            print(f"extract: {missing[0]} has gone, so it is not compared with {job.directory}", flush=True)
-            gone.append(part)
-    return gone
+    gone = {"data": [STDIN] if STDIN in job.data.files else []}
+    if not needed:
+        if job.data.files == manifest.data.files:
+            gone["data"] += absent(job.data.files)
+        if job.target.path == manifest.target.path:
+            gone["target"] = absent([job.target.path])
+    for missing in filter(None, gone.values()):
+        name = "standard input" if missing[0] == STDIN else missing[0]
+        print(f"extract: {name} has gone, so it is not compared with {job.directory}", flush=True)
+    return [part for part, missing in gone.items() if missing]
 
 
 def _states(files: Iterable[Path]) -> list[list[Any]]:

@@ -50,6 +50,12 @@ class Architecture:
         named = getattr(self.text_config, "layer_types", None)
         return list(named or [kind] * self.text_config.num_hidden_layers)
 
+    @property
+    def other_kinds(self) -> set[str]:
+        """Kinds of layers that are not attention, which hold a state; in older transformers a class says so itself."""
+        is_stateful = getattr(self.skeleton, "_is_stateful", False)
+        return set(self.layer_types) - ATTENTION_KINDS or ({"recurrent state"} if is_stateful else set())
+
 
 def load_architecture(folder: Path, dtype: torch.dtype | None) -> Architecture:
     """Read the config.json of `folder`; raise UsageError if transformers can't run what it describes.
@@ -213,10 +219,10 @@ def _check_sizes(target: TargetConfig, config: PreTrainedConfig) -> None:
 def _check_kind(architecture: Architecture, cache: CacheConfig) -> None:
     """Raise UsageError for targets whose packed rows would come out wrong."""
     model, config, name = architecture.skeleton, architecture.text_config, f"the target in {architecture.folder}"
-    kinds = set(architecture.layer_types) - ATTENTION_KINDS
-    if getattr(model, "_is_stateful", False) or kinds:  # newer transformers say it by the kinds alone
-        what = f"layers of the kind {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
-        raise UsageError(f"{name} has {what}: documents in one row would leak into each other, so it is refused")
+    if kinds := ", ".join(sorted(architecture.other_kinds)):
+        raise UsageError(
+            f"{name} has layers of the kind {kinds}: documents in one row would leak into each other, so it is refused"
+        )
     if not model._supports_sdpa or getattr(config, "attn_logit_softcapping", None) is not None:
         raise UsageError(
             f"{name} ({config.model_type}) has an attention that can't be computed with a mask for each row"

@@ -1,13 +1,16 @@
 """Records to documents: token ids and a loss mask, as DFLASH.md ("Loss mask") defines it.
 
 A chat is rendered by the tokenizer's own template, as shipped. Supervised are each assistant turn's answer and its
-end-of-turn token; where an answer begins is found by comparing token ids with those of the conversation before it,
-which is what the target would be prompted with. Where that comparison fails the mask can't be trusted: the record is
-left out and counted. Templates with generation marks get no special treatment.
+end-of-turn token. Where an answer begins is what the template marks as generated ({% generation %}); if it marks
+nothing, it is found by comparing token ids with those of the conversation before the answer, which is what the target
+would be prompted with, or with the header that the template gives to earlier turns. Where no comparison holds the mask
+can't be trusted: the record is left out and counted.
 """
 
-from collections import Counter
-from collections.abc import Iterable
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -17,8 +20,25 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from extract.data import Record
-from shards.documents import Document, LeftOut, Limits, Tokenised, fit
+from extract.mask import mask_answers, mask_marked
+from shards.config import Scalar
+from shards.documents import Document, LeftOut, Reason
 from shards.errors import UsageError
+
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# What templates raise on messages they were not made for: their own errors, and Python's on fields of another type.
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chats:
+    """What a chat template implies; read off conversations of a few turns."""
+
+    options: Mapping[str, Scalar]  # of the template: data.chat_template_kwargs
+    has_marks: bool
+    end_of_turn_id: int
+    header: str | None  # what stands before an answer that is not the last, after the turns before it
+    is_prompt_header: bool  # the target is prompted with the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,74 +46,78 @@ class Encoder:
     """A tokenizer with what its chat template implies."""
 
     tokenizer: PreTrainedTokenizerBase
-    end_of_turn_id: int | None  # None: there is no chat template
+    chats: Chats | None  # None: there is no chat template
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
-        """Load the tokenizer of the target in `folder`; raise UsageError if there is none."""
+    def load(cls, folder: Path, options: Mapping[str, Scalar] | None = None) -> Self:
+        """Load the tokenizer of the target in `folder`, its template with `options`; UsageError if there is none."""
         if not folder.is_dir():
             raise UsageError(f"target.path is {folder}, which is no folder: name one in transformers' layout")
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise UsageError(f"no tokenizer can be loaded from target.path {folder}: {first_line(error)}") from None
-        if tokenizer.chat_template is None:
-            return cls(tokenizer=tokenizer, end_of_turn_id=None)
-        return cls(tokenizer=tokenizer, end_of_turn_id=_find_end_of_turn(tokenizer))
+        has_template = tokenizer.chat_template is not None
+        return cls(tokenizer=tokenizer, chats=_read_template(tokenizer, options or {}) if has_template else None)
 
-    def encode(self, record: Record) -> Document:
-        """Tokenise one record; raise LeftOut if it has no tokens or no mask."""
-        if record.text is not None:
-            token_ids = self.tokenizer(record.text)["input_ids"]
-            loss_mask = np.ones(len(token_ids), np.uint8)
-        else:
-            token_ids, loss_mask = self._encode_chat(record.messages)
+    def encode(self, record: Record) -> Document | tuple[int, Reason]:
+        """Tokenise one record; if it has no mask, its index and why."""
+        try:
+            token_ids, loss_mask = self._encode(record)
+        except LeftOut as outcome:
+            return record.index, outcome.reason
         ids = np.asarray(token_ids, np.int32)
         return Document(record=record.index, source=record.source, token_ids=ids, loss_mask=loss_mask)
 
-    def _encode_chat(self, messages: list[dict[str, Any]]) -> tuple[list[int], np.ndarray]:
-        if self.end_of_turn_id is None:
-            raise UsageError("the data has chats, but the target's tokenizer has no chat template: use `text` records")
+    def _encode(self, record: Record) -> tuple[Sequence[int] | np.ndarray, np.ndarray]:
+        if record.token_ids is not None:
+            return record.token_ids, record.loss_mask
+        if record.text is not None:
+            token_ids = self.tokenizer(record.text)["input_ids"]
+            return token_ids, np.ones(len(token_ids), np.uint8)
+        if self.chats is None:
+            raise UsageError(
+                f"{record.where} is a chat, but the target's tokenizer has no chat template: use `text` records"
+            )
+        return self._encode_chat(record, self.chats)
+
+    def _encode_chat(self, record: Record, chats: Chats) -> tuple[list[int], np.ndarray]:
+        messages = record.messages
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        end_of_turn = self.tokenizer.convert_ids_to_tokens(self.end_of_turn_id)
-        if any(end_of_turn in messages[i]["content"] for i in answers):
-            raise LeftOut("mask_unclear")
+        end_of_turn = self.tokenizer.convert_ids_to_tokens(chats.end_of_turn_id)
+        if any(end_of_turn in json.dumps(messages[i], ensure_ascii=False) for i in answers):
+            raise LeftOut("answer_spells_end")
+        options = {"tools": record.tools, **chats.options}
         try:
-            texts = [_render(self.tokenizer, messages)]
-            texts += [_render(self.tokenizer, messages[:i], add_generation_prompt=True) for i in answers]
-        except jinja2.TemplateError:
+            if chats.has_marks:
+                marked = self.tokenizer.apply_chat_template(
+                    messages, return_dict=True, return_assistant_tokens_mask=True, **options
+                )
+                return marked["input_ids"], mask_marked(
+                    marked["input_ids"], marked["assistant_masks"], chats.end_of_turn_id
+                )
+            text = _render(self.tokenizer, messages, options)
+            choices = [self._prompts(messages[:i], text, chats, options) for i in answers]
+        except TEMPLATE_ERRORS:
             raise LeftOut("template_refused") from None
-        token_ids, *prompts = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return token_ids, mask_answers(token_ids, prompts, self.end_of_turn_id)
+        token_ids, *prompts = self.tokenizer([text, *itertools.chain(*choices)], add_special_tokens=False)["input_ids"]
+        remaining = iter(prompts)
+        return token_ids, mask_answers(
+            token_ids, [[next(remaining) for _ in texts] for texts in choices], chats.end_of_turn_id
+        )
 
+    def _prompts(
+        self, messages: list[dict[str, Any]], text: str, chats: Chats, options: Mapping[str, Any]
+    ) -> list[str]:
+        """The texts with which an answer after `messages` may be prompted, those with which `text` begins.
 
-def mask_answers(token_ids: list[int], prompts: list[list[int]], end_of_turn_id: int) -> np.ndarray:
-    """The loss mask of a chat, uint8 [tokens].
-
-    Each of `prompts` is what comes before one answer, in order; each must be a proper prefix of `token_ids`. An answer
-    goes to its first `end_of_turn_id`, which must come before the next answer begins. Else: LeftOut("mask_unclear").
-    """
-    loss_mask = np.zeros(len(token_ids), np.uint8)
-    limits = [*(len(prompt) for prompt in prompts[1:]), len(token_ids)]
-    for prompt, limit in zip(prompts, limits, strict=False):
-        start = len(prompt)
-        if start >= limit or token_ids[:start] != prompt or end_of_turn_id not in token_ids[start:limit]:
-            raise LeftOut("mask_unclear")
-        loss_mask[start : token_ids.index(end_of_turn_id, start) + 1] = 1
-    return loss_mask
-
-
-def tokenise(records: Iterable[Record], encoder: Encoder, limits: Limits) -> Tokenised:
-    """Make a document of every record that can be one, and count the others by reason."""
-    documents, num_left_out, num_truncated = [], Counter[str](), 0
-    for record in records:
-        try:
-            whole = encoder.encode(record)
-            documents.append(fit(whole, limits))
-            num_truncated += len(whole.token_ids) > limits.row_tokens
-        except LeftOut as left_out:
-            num_left_out[left_out.reason] += 1
-    return Tokenised(documents=documents, num_left_out=dict(num_left_out), num_truncated=num_truncated)
+        First what the target would be given; then the header of an earlier turn, since templates may take a thought,
+        also an empty one, out of earlier turns, and so have another prompt for the last one.
+        """
+        prompts = [_render(self.tokenizer, messages, options, add_generation_prompt=True)]
+        if chats.header is not None and not chats.is_prompt_header and messages:
+            prompts.append(_render(self.tokenizer, messages, options) + chats.header)
+        return [prompt for prompt in prompts if text.startswith(prompt)]
 
 
 def first_line(error: BaseException) -> str:
@@ -101,21 +125,38 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **options: Any) -> str:
-    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], options: Mapping[str, Any], **more: Any
+) -> str:
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
 
 
-def _find_end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The special token that the chat template puts after an answer, read off a conversation of one turn.
+def _read_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Scalar]) -> Chats:
+    """Raises UsageError where the template fails on a plain conversation, or ends no answer by a special token."""
+    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    try:
+        asked = _render(tokenizer, [question], options)
+        prompt = _render(tokenizer, [question], options, add_generation_prompt=True)
+        turn = _render(tokenizer, [question, answer], options).removeprefix(prompt)
+        several = [_render(tokenizer, [question, {**answer, "content": x}, question], options) for x in "bc"]
+    except TEMPLATE_ERRORS as error:
+        raise UsageError(f"the target's chat template fails on a plain conversation: {first_line(error)}") from None
+    num_before = next((i for i, (one, other) in enumerate(zip(*several, strict=False)) if one != other), 0)
+    header = several[0][len(asked) : num_before] if several[0][:num_before].startswith(asked) else None
+    return Chats(
+        options=options,
+        has_marks=tokenizer.is_fast and GENERATION_MARK.search(tokenizer.get_chat_template()) is not None,
+        end_of_turn_id=_find_end_of_turn(tokenizer, turn),
+        header=header,
+        is_prompt_header=header is not None and asked + header == prompt,
+    )
+
+
+def _find_end_of_turn(tokenizer: PreTrainedTokenizerBase, turn: str) -> int:
+    """The special token that the chat template puts after an answer, read off a `turn`.
 
     It is the last one: some templates put others before the answer, such as those around an empty thought.
     """
-    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    try:
-        prompt = _render(tokenizer, [question], add_generation_prompt=True)
-        turn = _render(tokenizer, [question, answer]).removeprefix(prompt)
-    except jinja2.TemplateError as error:
-        raise UsageError(f"the target's chat template fails on a plain conversation: {first_line(error)}") from None
     special_ids = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     special_ids |= set(tokenizer.all_special_ids)
     found = [id for id in tokenizer(turn, add_special_tokens=False)["input_ids"] if id in special_ids]

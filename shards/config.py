@@ -13,7 +13,7 @@ import os
 import types
 import typing
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -28,6 +28,7 @@ MAX_NAME_BYTES = 255  # of one part of a path, on every file system of Linux
 SMALLEST_FP32, LARGEST_FP32 = 2.0**-126, 2.0**128 - 2.0**104  # positive and normal: settings are used in fp32
 
 Section = TypeVar("Section")
+Scalar = bool | int | float | str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +57,29 @@ class TargetConfig:
 class DataConfig:
     """Which documents, and which of them are held out."""
 
-    files: tuple[str, ...]  # JSONL; each line has `messages` or `text`, and may have `source`
+    files: tuple[str, ...]  # files, folders, patterns, or - for standard input: JSONL, JSON arrays, Parquet
+    source_field: str = "source"  # of a record, that names its source; without it the file's name does
     max_documents: int | None = None  # read no more than the first so many, for a quick try; None: all
     holdout_fraction: float = 0.02  # share of documents that training never sees, chosen by content hash
     over_length: Literal["truncate", "drop"] = "truncate"  # what happens to a document longer than a row
+    min_supervised_tokens: int = 16  # a document with fewer is left out: the field's drafters have blocks of 16
+    mix: dict[str, float] = field(default_factory=dict)  # weight by source: see select.py; empty: all there is
+    chat_template_kwargs: dict[str, Scalar] = field(default_factory=dict)  # enable_thinking = false
     seed: int = 0  # of the order in which documents are packed
 
     def __post_init__(self) -> None:
         if not self.files:
-            raise UsageError("data.files is empty: name at least one JSONL file")
+            raise UsageError("data.files is empty: name at least one file, folder or pattern")
         for file in self.files:
             require_path("data.files", file)
         if self.max_documents is not None:
             require_positive(self, "data", "max_documents")
+        require_positive(self, "data", "min_supervised_tokens")
+        for source, weight in self.mix.items():
+            if not 0.0 <= weight <= LARGEST_FP32:
+                raise UsageError(f"data.mix gives {source!r} the weight {weight}: it must be 0 or more")
+        if self.mix and not any(self.mix.values()):
+            raise UsageError("data.mix gives no source a weight above 0: nothing is left to train on")
         if not 0.0 <= self.holdout_fraction < 1.0:
             raise UsageError(f"data.holdout_fraction is {self.holdout_fraction}: it must be in [0, 1)")
 
@@ -201,7 +212,11 @@ def _convert(key: str, value: Any, expected: Any, where: Path) -> Any:
     Lists become tuples, tables dataclasses where one is expected, and whole numbers may stand for floats.
     """
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
-    if origin in (types.UnionType, typing.Union):  # only `X | None` is used; None is JSON's, TOML has none
+    if expected == Scalar:
+        if not isinstance(value, Scalar):
+            raise UsageError(f"{key} is {shown(value)}: it must be a string, a number, true or false")
+        return value
+    if origin in (types.UnionType, typing.Union):  # else only `X | None` is used; None is JSON's, TOML has none
         some = next(argument for argument in arguments if argument is not types.NoneType)
         return None if value is None else _convert(key, value, some, where)
     if origin is Literal:

@@ -7,7 +7,7 @@ any data, and with them configuration and codec. What the two say of the target 
 """
 
 import hashlib
-from collections import Counter
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +17,14 @@ import numpy as np
 
 from shards.codec import CODECS, decode_bf16
 from shards.derive import Blueprint, States, check_outside, make_cache
-from shards.documents import Document, LeftOut, Limits, Tokenised, fit
+from shards.documents import BATCH_DOCUMENTS, Batch, Collector, Document, Limits, Tokenised
 from shards.encoding import Values, encode_document
 from shards.errors import CacheError, UsageError
 from shards.manifest import Manifest, read_json
 from shards.plan import make_plan
 from shards.progress import Progress
 from shards.record import Quarantined
+from shards.room import existing_parent
 from shards.schema import FINAL_HIDDEN, PlanArrays, hidden_name
 from shards.verify import check_file
 
@@ -133,9 +134,10 @@ def import_deepspec(directory: Path, destination: Path, like: Path) -> dict[str,
     model = _read_like(like)
     source = DeepSpecCache.open(directory)
     _check_same_target(source, model, like)
-    tokenised, data_hash = _read_documents(source, model)
+    tokenised, data_hash = _read_documents(source, model, existing_parent(destination))
     data = replace(model.data, files=(str(directory),), max_documents=None)
-    plan, arrays = make_plan(tokenised, model.target, data, model.cache)
+    plan, layout = make_plan(tokenised, model.target, data, model.cache)
+    arrays = layout.arrays(tokenised, existing_parent(destination))
     step = f"imported from the DeepSpec cache of {source.target_name}, target and identity of {model.seal[:16]}"
     manifest = replace(
         model,
@@ -212,21 +214,17 @@ def _check_same_target(source: DeepSpecCache, model: Manifest, like: Path) -> No
         )
 
 
-def _read_documents(source: DeepSpecCache, model: Manifest) -> tuple[Tokenised, str]:
+def _read_documents(source: DeepSpecCache, model: Manifest, directory: Path) -> tuple[Tokenised, str]:
     """The samples that can have a place in a row, and the hash of the data that all of them are."""
     limits = Limits.of(model.target, model.data, model.cache)
-    documents, num_left_out, num_truncated = [], Counter[str](), 0
-    digest = hashlib.sha256()
-    for whole in _all_documents(source):
-        digest.update(len(whole.token_ids).to_bytes(8, "little"))
-        digest.update(whole.token_ids.tobytes() + whole.loss_mask.tobytes())
-        try:
-            documents.append(fit(whole, limits))
-            num_truncated += len(whole.token_ids) > limits.row_tokens
-        except LeftOut as left_out:
-            num_left_out[left_out.reason] += 1
-    tokenised = Tokenised(documents=documents, num_left_out=dict(num_left_out), num_truncated=num_truncated)
-    return tokenised, digest.hexdigest()
+    collector, digest = Collector(directory), hashlib.sha256()
+    wholes = _all_documents(source)
+    while batch := list(itertools.islice(wholes, BATCH_DOCUMENTS)):
+        for whole in batch:
+            digest.update(len(whole.token_ids).to_bytes(8, "little"))
+            digest.update(whole.token_ids.tobytes() + whole.loss_mask.tobytes())
+        collector.add(Batch.of(batch, limits, model.data.seed))
+    return collector.finish(), digest.hexdigest()
 
 
 def _all_documents(source: DeepSpecCache) -> Iterator[Document]:

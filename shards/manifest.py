@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Self
 
@@ -129,7 +130,7 @@ class Manifest:
     @property
     def plan_hash(self) -> str:
         """Of the columns of plan/: a slice of a cache has its identity, but other rows."""
-        columns = {name: sha256 for name, sha256 in self.checksums.items() if name.startswith("plan/")}
+        columns = {name: sha256 for name, sha256 in self.checksums.items() if fnmatch(name, "plan/*.npy")}
         return hashlib.sha256(json_text(columns).encode()).hexdigest()
 
     @property

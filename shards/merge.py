@@ -15,9 +15,9 @@ import numpy as np
 
 from shards.config import to_json
 from shards.derive import Blueprint, check_outside, make_cache
+from shards.documents import MAX_SOURCES
 from shards.errors import UsageError
 from shards.manifest import NOT_IDENTITY, Manifest
-from shards.plan import MAX_SOURCES
 from shards.source import Places, Source, SourceDocuments, plan_sizes
 
 

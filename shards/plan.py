@@ -8,15 +8,16 @@ training rows first. Held-out documents have rows of their own.
 import bisect
 import hashlib
 import itertools
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from pathlib import Path
 
 import numpy as np
 
 from shards.codec import CODECS, bytes_per_token
 from shards.config import CacheConfig, DataConfig, TargetConfig
-from shards.documents import Document, Tokenised
+from shards.documents import Tokenised, map_file, nameless_file
 from shards.errors import UsageError
 from shards.manifest import Plan
 from shards.schema import PlanArrays
@@ -24,56 +25,65 @@ from shards.schema import PlanArrays
 # Documents that packing chooses from at a time. Wider fills rows better; narrower keeps short documents from waiting
 # for the last rows.
 WINDOW_DOCUMENTS = 512
-MAX_SOURCES = 255  # source ids are stored in a byte
 HOLDOUT_SCALE = 1 << 64
+GATHERED_DOCUMENTS = 4096  # whose tokens are in memory at a time
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keyed:
-    """A document with the hashes that decide its place."""
+class Layout:
+    """Which document lies where, in the order of the document ids: row by row, slot by slot."""
 
-    document: Document
-    holdout_key: int  # 0 … 2^64 − 1, a function of the token ids alone: copies of a document share a split
-    order_key: bytes
+    document: np.ndarray  # int64 [D]: index into the columns of Tokenised
+    row: np.ndarray  # int64 [D]
+    start: np.ndarray  # int32 [D]
+    num_train_rows: int
 
-    @classmethod
-    def of(cls, document: Document, seed: int) -> Self:
-        content = hashlib.sha256(document.token_ids.astype("<i4").tobytes()).digest()
-        order_key = hashlib.sha256(b"order %d %d " % (seed, document.record) + content).digest()
-        return cls(document=document, holdout_key=int.from_bytes(content[:8]), order_key=order_key)
-
-
-def make_plan(
-    tokenised: Tokenised, target: TargetConfig, data: DataConfig, cache: CacheConfig
-) -> tuple[Plan, PlanArrays]:
-    """Split, order and pack the documents; raise UsageError if nothing is left to train on."""
-    sources = tuple(sorted({document.source for document in tokenised.documents}))
-    if len(sources) > MAX_SOURCES:
-        raise UsageError(
-            f"the data has {len(sources)} sources, at most {MAX_SOURCES} are possible: give `source` fields"
+    def arrays(self, tokenised: Tokenised, directory: Path) -> PlanArrays:
+        """The columns of plan/. Those of tokens are kept in files without a name on the disk of `directory`."""
+        return PlanArrays(
+            document_record=tokenised.record[self.document].astype("<i8"),
+            document_source=tokenised.source[self.document].astype("u1"),
+            document_split=(self.row >= self.num_train_rows).astype("u1"),
+            document_row=self.row.astype("<i8"),
+            document_start=self.start.astype("<i4"),
+            document_tokens=tokenised.num_tokens[self.document].astype("<i4"),
+            token_ids=self._gather(tokenised, tokenised.token_ids, directory),
+            loss_mask=self._gather(tokenised, tokenised.loss_mask, directory),
         )
-    keyed = sorted((Keyed.of(d, data.seed) for d in tokenised.documents), key=lambda item: item.order_key)
+
+    def _gather(self, tokenised: Tokenised, values: np.ndarray, directory: Path) -> np.ndarray:
+        """The documents' `values`, from the order of the records to that of the ids."""
+        first, stop = tokenised.first_token, tokenised.first_token + tokenised.num_tokens
+        with nameless_file(directory) as file:
+            for i in range(0, len(self.document), GATHERED_DOCUMENTS):
+                pieces = [values[first[d] : stop[d]] for d in self.document[i : i + GATHERED_DOCUMENTS]]
+                file.write(np.concatenate(pieces).data)
+            return map_file(file, values.dtype)
+
+
+def make_plan(tokenised: Tokenised, target: TargetConfig, data: DataConfig, cache: CacheConfig) -> tuple[Plan, Layout]:
+    """Split, order and pack the documents; raise UsageError if nothing is left to train on."""
+    order = np.argsort(tokenised.order, kind="stable")
     limit = round(data.holdout_fraction * HOLDOUT_SCALE)
-    train = [item.document for item in keyed if item.holdout_key >= limit]
-    heldout = [item.document for item in keyed if item.holdout_key < limit]
-    if not train:
+    is_heldout = tokenised.content[order, 0] < limit  # a function of the token ids alone
+    train, heldout = order[~is_heldout], order[is_heldout]
+    if not len(train):
         raise UsageError(_describe_nothing_left(tokenised, len(heldout)))
-    train_rows = _mix_rows(_pack_documents(train, cache.row_tokens), data.seed)
-    rows = train_rows + _mix_rows(_pack_documents(heldout, cache.row_tokens), data.seed)
-    arrays = _arrays(rows, len(train_rows), sources)
+    placed, row_sizes = zip(*(_fill_rows(split, tokenised, data, cache) for split in (train, heldout)), strict=True)
+    layout = _lay_out(np.concatenate(placed), np.concatenate(row_sizes), len(row_sizes[0]), tokenised.num_tokens)
     plan = Plan(
-        num_rows=len(rows),
-        num_train_rows=len(train_rows),
+        num_rows=sum(map(len, row_sizes)),
+        num_train_rows=layout.num_train_rows,
         rows_per_shard=rows_per_shard(target, cache),
-        num_documents=len(keyed),
+        num_documents=len(tokenised),
         num_heldout_documents=len(heldout),
-        num_tokens=len(arrays.token_ids),
-        num_supervised_tokens=int(np.count_nonzero(arrays.loss_mask)),
-        sources=sources,
-        num_left_out=dict(sorted(tokenised.num_left_out.items())),
+        num_tokens=int(tokenised.num_tokens.sum(dtype=np.int64)),
+        num_supervised_tokens=int(tokenised.num_supervised.sum(dtype=np.int64)),
+        sources=tokenised.sources,
+        num_left_out=tokenised.num_left_out,
         num_truncated=tokenised.num_truncated,
     )
-    return plan, arrays
+    return plan, layout
 
 
 def rows_per_shard(target: TargetConfig, cache: CacheConfig) -> int:
@@ -83,7 +93,7 @@ def rows_per_shard(target: TargetConfig, cache: CacheConfig) -> int:
     return max(1, cache.shard_bytes // (token_bytes * cache.row_tokens))
 
 
-def pack(lengths: Sequence[int], row_tokens: int, window: int = WINDOW_DOCUMENTS) -> list[list[int]]:
+def pack(lengths: Sequence[int], row_tokens: int, window: int = WINDOW_DOCUMENTS) -> Iterator[list[int]]:
     """Rows as lists of indices into `lengths`, each index once, no row longer than `row_tokens`.
 
     The first half of a row is filled in the given order, which makes it a mixture and lets nobody wait for ever; the
@@ -103,7 +113,6 @@ def pack(lengths: Sequence[int], row_tokens: int, window: int = WINDOW_DOCUMENTS
             bisect.insort(by_length, (lengths[arrival], -arrival))
         return index
 
-    rows = []
     while waiting:
         row = [take(next(iter(waiting)))]
         space = row_tokens - lengths[row[0]]
@@ -114,46 +123,47 @@ def pack(lengths: Sequence[int], row_tokens: int, window: int = WINDOW_DOCUMENTS
             length, negative_index = by_length[fitting - 1]
             space -= length
             row.append(take(-negative_index))
-        rows.append(row)
-    return rows
+        yield row
 
 
-def _pack_documents(documents: list[Document], row_tokens: int) -> list[list[Document]]:
-    rows = pack([len(document.token_ids) for document in documents], row_tokens)
-    return [[documents[i] for i in row] for row in rows]
+def _fill_rows(
+    documents: np.ndarray, tokenised: Tokenised, data: DataConfig, cache: CacheConfig
+) -> tuple[np.ndarray, np.ndarray]:
+    """`documents`, which are in a hashed order, row after row, and the number of them in each row.
+
+    Packing makes late rows differ from early ones (the last is rarely full); their order must not show it.
+    """
+    placed, sizes = array("q"), array("q")  # lists would take ten times the memory
+    for row in pack(array("i", tokenised.num_tokens[documents].tobytes()), cache.row_tokens):
+        placed.extend(row)
+        sizes.append(len(row))
+    keys = [hashlib.sha256(b"row %d %d" % (data.seed, row)).digest() for row in range(len(sizes))]
+    rows = np.array(sorted(range(len(sizes)), key=keys.__getitem__), np.int64)
+    row_sizes = np.array(sizes, np.int64)
+    first_places = np.cumsum(row_sizes) - row_sizes
+    return documents[np.array(placed, np.int64)[_ranges(first_places[rows], row_sizes[rows])]], row_sizes[rows]
 
 
-def _mix_rows(rows: list[list[Document]], seed: int) -> list[list[Document]]:
-    """Packing makes late rows differ from early ones (the last is rarely full); their order must not show it."""
-    keys = [hashlib.sha256(b"row %d %d" % (seed, row)).digest() for row in range(len(rows))]
-    return [rows[i] for i in sorted(range(len(rows)), key=keys.__getitem__)]
-
-
-def _arrays(rows: list[list[Document]], num_train_rows: int, sources: tuple[str, ...]) -> PlanArrays:
-    """The columns of plan/. Document ids count up row by row, slot by slot."""
-    placed = [(row, document) for row, documents in enumerate(rows) for document in documents]
-    starts = [
-        start
-        for documents in rows
-        for start in itertools.accumulate((len(d.token_ids) for d in documents[:-1]), initial=0)
-    ]
-    source_ids = {source: i for i, source in enumerate(sources)}
-    return PlanArrays(
-        document_record=np.array([document.record for _, document in placed], "<i8"),
-        document_source=np.array([source_ids[document.source] for _, document in placed], "u1"),
-        document_split=np.array([row >= num_train_rows for row, _ in placed], "u1"),
-        document_row=np.array([row for row, _ in placed], "<i8"),
-        document_start=np.array(starts, "<i4"),
-        document_tokens=np.array([len(document.token_ids) for _, document in placed], "<i4"),
-        token_ids=np.concatenate([document.token_ids for _, document in placed]).astype("<i4"),
-        loss_mask=np.concatenate([document.loss_mask for _, document in placed]).astype("u1"),
+def _lay_out(documents: np.ndarray, row_sizes: np.ndarray, num_train_rows: int, num_tokens: np.ndarray) -> Layout:
+    stops = np.cumsum(num_tokens[documents], dtype=np.int64)
+    starts = stops - num_tokens[documents]  # as if all rows were one
+    rows = np.repeat(np.arange(len(row_sizes)), row_sizes)
+    first_documents = np.cumsum(row_sizes) - row_sizes
+    return Layout(
+        document=documents, row=rows, start=starts - starts[first_documents][rows], num_train_rows=num_train_rows
     )
+
+
+def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """range(start, start + size) for each, joined."""
+    stops = np.cumsum(sizes)
+    return np.arange(sizes.sum()) + np.repeat(starts - (stops - sizes), sizes)
 
 
 def _describe_nothing_left(tokenised: Tokenised, num_heldout: int) -> str:
     if num_heldout:
         return f"all {num_heldout} documents are held out, none is left to train on: lower data.holdout_fraction"
     if not tokenised.num_left_out:
-        return "the data files have no records: data.files must name JSONL files with at least one line"
+        return "the data files have no records: data.files must name some with at least one"
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(tokenised.num_left_out.items()))
     return f"no document of the data can be used; left out by reason: {reasons}"

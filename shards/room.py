@@ -8,9 +8,14 @@ from shards.errors import UsageError
 
 def free_bytes(directory: Path) -> int:
     """Free on the disk that holds `directory`, or will."""
+    return shutil.disk_usage(existing_parent(directory)).free
+
+
+def existing_parent(directory: Path) -> Path:
+    """The directory, or what there is already of where it will be."""
     while not directory.exists():
         directory = directory.absolute().parent
-    return shutil.disk_usage(directory).free
+    return directory
 
 
 def require_room(directory: Path, needed_bytes: int, *, advice: str) -> None:

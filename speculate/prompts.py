@@ -22,17 +22,16 @@ def read_prompts(path: Path, num_prompts: int | None, encoder: Encoder) -> list[
     """The first `num_prompts` of the file, or all; raise UsageError naming the line that is no prompt."""
     if not path.is_file():
         raise UsageError(f"{path} does not exist: prompts must be a JSONL file with `messages` or `text` on each line")
-    prompts = [
-        _encode(record, f"{path}, line {record.index + 1}", encoder)
-        for record in islice(read_records([str(path)]), num_prompts)
-    ]
+    prompts = [_encode(record, record.where, encoder) for record in islice(read_records([str(path)]), num_prompts)]
     if not prompts:
         raise UsageError(f"{path} has no prompts: each line must be an object with `messages` or `text`")
     return prompts
 
 
 def _encode(record: Record, where: str, encoder: Encoder) -> Prompt:
-    if record.messages is None:
+    if record.token_ids is not None:
+        token_ids = record.token_ids.tolist()
+    elif record.text is not None:
         token_ids = encoder.tokenizer(record.text)["input_ids"]
     else:
         token_ids = encoder.tokenizer(_render(record, where, encoder), add_special_tokens=False)["input_ids"]
@@ -47,6 +46,8 @@ def _render(record: Record, where: str, encoder: Encoder) -> str:
     if record.messages[-1]["role"] == "assistant":
         raise UsageError(f"{where} ends with the assistant's turn: a prompt must end before the answer")
     try:
-        return encoder.tokenizer.apply_chat_template(record.messages, tokenize=False, add_generation_prompt=True)
+        return encoder.tokenizer.apply_chat_template(
+            record.messages, tools=record.tools, tokenize=False, add_generation_prompt=True
+        )
     except jinja2.TemplateError as error:
         raise UsageError(f"{where} is refused by the target's chat template: {first_line(error)}") from None

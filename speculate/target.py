@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from extract.target import ATTENTION_KINDS, Architecture, load_architecture, load_model
+from extract.target import Architecture, load_architecture, load_model
 from shards.errors import UsageError
 from train.published import DraftCheckpoint
 from train.target_head import TargetHead
@@ -30,7 +30,7 @@ def read_architecture(folder: Path, dtype: str | None, device: torch.device) -> 
     """
     fast_dtype = torch.float32 if device.type == "cpu" else None
     architecture = load_architecture(folder, fast_dtype if dtype is None else getattr(torch, dtype))
-    if architecture.skeleton._is_stateful or set(architecture.layer_types) - ATTENTION_KINDS:
+    if architecture.other_kinds:
         raise UsageError(
             f"the target {folder} ({architecture.config.model_type}) has layers with a recurrent state, which can't be "
             "rewound to the last accepted token: speculative decoding needs a target with attention layers only"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from extract.job import Job
-from extract.prepare import plan_rows
+from extract.planning import Planned
 from extract.tokenise import Encoder
 from shards.errors import UsageError
 from tests.extract.tiny import write_project
@@ -16,11 +16,11 @@ def test_max_documents_reads_no_further(tmp_path: Path) -> None:
     with open(tmp_path / "data.jsonl", "a", encoding="utf-8") as file:
         file.write("not JSON\n")
     encoder = Encoder.load(tmp_path / "target")
-    few, arrays = plan_rows(Job.load(config, ["data.max_documents=7"]), encoder)
-    assert few.num_documents == 7
-    assert set(arrays.document_record.tolist()) == set(range(7))
+    few = Planned(Job.load(config, ["data.max_documents=7"]), encoder, directory=None)
+    assert few.plan.num_documents == 7
+    assert few.tokenised.record.tolist() == list(range(7))
     with pytest.raises(UsageError, match="not valid JSON"):
-        plan_rows(Job.load(config), encoder)
+        Planned(Job.load(config), encoder, directory=None)
 
 
 def test_max_documents_is_at_least_one(tmp_path: Path) -> None:

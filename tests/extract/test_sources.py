@@ -104,7 +104,7 @@ def test_another_content_is_refused(made: Path, name: str, shards: str, capsys: 
             "error: the data of data.files ['data.jsonl', 'data.jsonl'] is not",
         ),
         ("target.path=other", "error: the target's config.json or weights of target.path other is not what"),
-        ('data.files=["none.jsonl"]', "error: none.jsonl cannot be read: No such file or directory"),
+        ('data.files=["none.jsonl"]', "error: data file none.jsonl does not exist"),
         ("target.path=none", "error: target.path is none, which is no folder"),
         ("cache.layers=[0, 1]", "error: cache was made with cache.layers = [0, 2, 3], the config says [0, 1]"),
         ("data.max_documents=3", "error: cache was made with data.max_documents = None, the config says 3"),

@@ -10,11 +10,14 @@ import pytest
 
 from benchmarks.random_target import CHATML, MASK_ID, MIN_VOCAB_SIZE, make_random_target
 from extract.data import Record
-from extract.tokenise import Document, Encoder, LeftOut, Limits, fit, mask_answers, tokenise
+from extract.tokenise import Encoder
+from shards.documents import Batch, Document, LeftOut, Limits, fit
 from shards.errors import UsageError
 from tests.extract.tiny import SHAPES, chat
 
-LIMITS = Limits(row_tokens=100, over_length="truncate", mask_token_id=MASK_ID, vocab_size=MIN_VOCAB_SIZE)
+LIMITS = Limits(
+    row_tokens=100, over_length="truncate", min_supervised_tokens=3, mask_token_id=MASK_ID, vocab_size=MIN_VOCAB_SIZE
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,13 @@ def with_template(folder: Path, tmp_path: Path, template: str | None) -> Encoder
 
 
 def record(value: dict[str, Any], index: int = 0) -> Record:
-    return Record(index=index, source="s", messages=value.get("messages"), text=value.get("text"))
+    return Record(index=index, where="w", source="s", messages=value.get("messages"), text=value.get("text"))
+
+
+def document(encoder: Encoder, value: dict[str, Any]) -> Document:
+    encoded = encoder.encode(record(value))
+    assert isinstance(encoded, Document), encoded
+    return encoded
 
 
 def marked(encoder: Encoder, document: Document) -> str:
@@ -85,7 +94,7 @@ GOLDEN = {
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_masks(encoder: Encoder, name: str) -> None:
     value, expected = GOLDEN[name]
-    assert marked(encoder, encoder.encode(record(value))) == expected
+    assert marked(encoder, document(encoder, value)) == expected
 
 
 def test_what_a_template_puts_before_an_answer_belongs_to_it(folder: Path, tmp_path: Path) -> None:
@@ -94,7 +103,7 @@ def test_what_a_template_puts_before_an_answer_belongs_to_it(folder: Path, tmp_p
         "message['content']", "('<t></t>' if message.role == 'assistant' else '') + message.content"
     )
     encoder = with_template(folder, tmp_path, thinking)
-    assert marked(encoder, encoder.encode(record(chat("a", "b")))).endswith("assistant\n[<t></t>b<|im_end|>]\n")
+    assert marked(encoder, document(encoder, chat("a", "b"))).endswith("assistant\n[<t></t>b<|im_end|>]\n")
 
 
 def test_a_template_that_rewrites_earlier_turns_is_followed(folder: Path, tmp_path: Path) -> None:
@@ -103,48 +112,45 @@ def test_a_template_that_rewrites_earlier_turns_is_followed(folder: Path, tmp_pa
         "message['content']", "(message.content if loop.last else message.content.split('/')[-1])"
     )
     encoder = with_template(folder, tmp_path, template)
-    text = marked(encoder, encoder.encode(record(chat("a", "t/b", "c", "t/d"))))
+    text = marked(encoder, document(encoder, chat("a", "t/b", "c", "t/d")))
     assert text.count("[") == 2
     assert "\n[b<|im_end|>]\n" in text
     assert "\n[t/d<|im_end|>]\n" in text
 
 
 UNCLEAR = {
-    "the prompt is not a prefix": "{{ messages | length }}" + CHATML,
-    "the answer has no end": CHATML.replace(
-        "'<|im_end|>\n'", "('<|im_end|>' if messages | length == 2 else '') + '\n'"
+    "the prompt is not a prefix": ("{{ messages | length }}" + CHATML, "answer_unclear"),
+    "the answer has no end": (
+        CHATML.replace("'<|im_end|>\n'", "('<|im_end|>' if messages | length == 2 else '') + '\n'"),
+        "answer_without_end",
     ),
 }
 
 
 @pytest.mark.parametrize("name", UNCLEAR)
 def test_a_mask_that_cannot_be_told_is_not_guessed(folder: Path, tmp_path: Path, name: str) -> None:
-    encoder = with_template(folder, tmp_path, UNCLEAR[name])
-    with pytest.raises(LeftOut, match="mask_unclear"):
-        encoder.encode(record(chat("a", "b", "c", "d")))
+    template, reason = UNCLEAR[name]
+    encoder = with_template(folder, tmp_path, template)
+    assert encoder.encode(record(chat("a", "b", "c", "d"), 5)) == (5, reason)
 
 
 def test_an_answer_that_spells_the_end_of_turn_is_not_guessed(encoder: Encoder) -> None:
-    with pytest.raises(LeftOut, match="mask_unclear"):
-        encoder.encode(record(chat("a", "b<|im_end|>c")))
-
-
-def test_a_token_across_the_border_is_not_guessed() -> None:
-    """The prompt ends with token 5; in the whole chat a tokenizer joined it with the answer's first into 7."""
-    with pytest.raises(LeftOut, match="mask_unclear"):
-        mask_answers([1, 4, 7, 2], [[1, 4, 5]], end_of_turn_id=2)
+    assert encoder.encode(record(chat("a", "b<|im_end|>c"))) == (0, "answer_spells_end")
+    thought = {"role": "assistant", "content": "b", "reasoning_content": "<|im_end|>"}
+    assert encoder.encode(record({"messages": [thought]})) == (0, "answer_spells_end")
 
 
 def test_a_template_may_refuse_a_conversation(folder: Path, tmp_path: Path) -> None:
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
     encoder = with_template(folder, tmp_path, refusing)
-    with pytest.raises(LeftOut, match="template_refused"):
-        encoder.encode(record(chat("a", "b", system="c")))
+    assert encoder.encode(record(chat("a", "b", system="c"))) == (0, "template_refused")
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert encoder.encode(record({"messages": [called]})) == (0, "template_refused")  # it adds strings to content
 
 
 def test_chats_need_a_template(folder: Path, tmp_path: Path) -> None:
     encoder = with_template(folder, tmp_path, None)
-    assert encoder.encode(record({"text": "abc"})).loss_mask.tolist() == [1, 1, 1]
+    assert document(encoder, {"text": "abc"}).loss_mask.tolist() == [1, 1, 1]
     with pytest.raises(UsageError, match="no chat template"):
         encoder.encode(record(chat("a", "b")))
 
@@ -159,34 +165,41 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         Encoder.load(tmp_path)
 
 
+def batch_of(encoder: Encoder, values: list[dict[str, Any]], limits: Limits = LIMITS) -> Batch:
+    return Batch.of((encoder.encode(record(value, i)) for i, value in enumerate(values)), limits, seed=0)
+
+
 def test_records_are_counted_by_what_became_of_them(encoder: Encoder) -> None:
     values = [
         chat("a", "bcd"),
         {"text": ""},
         {"text": "a <|mask|> b"},
         chat("nobody answers"),
-        {"text": "x"},  # one token: no block could start
+        {"text": "x"},
         {"text": "y" * 101},
         chat("z" * 90, "the answer is cut off"),
         chat("a", "b<|im_end|>"),
+        chat("a", "b"),
     ]
-    result = tokenise([record(value, i) for i, value in enumerate(values)], encoder, LIMITS)
-    assert [d.record for d in result.documents] == [0, 5]
-    assert [len(d.token_ids) for d in result.documents][1] == LIMITS.row_tokens
-    assert result.num_truncated == 1
-    assert result.num_left_out == {"empty": 1, "mask_token": 1, "no_anchor": 3, "mask_unclear": 1}
+    batch = batch_of(encoder, values)
+    assert batch.record.tolist() == [0, 5]
+    assert batch.num_tokens.tolist()[1] == LIMITS.row_tokens
+    assert batch.num_supervised.tolist() == [4, LIMITS.row_tokens]
+    assert batch.num_truncated == 1
+    few = dict.fromkeys((3, 4, 6, 8), "few_supervised")
+    assert dict(batch.left_out) == few | {1: "empty", 2: "mask_token", 7: "answer_spells_end"}
 
 
 def test_over_length_documents_can_be_dropped(encoder: Encoder) -> None:
     limits = dataclasses.replace(LIMITS, over_length="drop")
-    result = tokenise([record({"text": "y" * n}, n) for n in (99, 100, 101)], encoder, limits)
-    assert [d.record for d in result.documents] == [99, 100]
-    assert result.num_left_out == {"over_length": 1}
-    assert result.num_truncated == 0
+    batch = batch_of(encoder, [{"text": "y" * n} for n in (99, 100, 101)], limits)
+    assert batch.record.tolist() == [0, 1]
+    assert batch.left_out == ((2, "over_length"),)
+    assert batch.num_truncated == 0
 
 
 def test_a_cut_answer_keeps_the_mask_of_what_is_left(encoder: Encoder) -> None:
-    whole = encoder.encode(record(chat("a", "b" * 200)))
+    whole = document(encoder, chat("a", "b" * 200))
     cut = fit(whole, LIMITS)
     assert cut.loss_mask.tolist() == whole.loss_mask[:100].tolist()
     assert cut.loss_mask[-1] == 1
@@ -200,10 +213,10 @@ def test_ids_beyond_the_embedding_are_left_out() -> None:
 
 @pytest.mark.parametrize(("mask", "has_anchor"), [([1, 0, 1, 0, 1], False), ([0, 1, 1, 0, 0], True)])
 def test_an_anchor_needs_a_supervised_successor(mask: list[int], has_anchor: bool) -> None:
-    ids = np.arange(4, 9, dtype=np.int32)
+    ids, limits = np.arange(4, 9, dtype=np.int32), dataclasses.replace(LIMITS, min_supervised_tokens=1)
     document = Document(record=0, source="s", token_ids=ids, loss_mask=np.array(mask, np.uint8))
     if has_anchor:
-        assert fit(document, LIMITS).loss_mask.tolist() == mask
+        assert fit(document, limits).loss_mask.tolist() == mask
     else:
         with pytest.raises(LeftOut, match="no_anchor"):
-            fit(document, LIMITS)
+            fit(document, limits)

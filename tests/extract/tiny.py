@@ -70,6 +70,7 @@ def write_config(directory: Path, *extra: str, target: str = "target", data: str
         "[data]",
         f'files = ["{directory / data}"]',
         "holdout_fraction = 0.2",
+        "min_supervised_tokens = 2",
         "[cache]",
         f"row_tokens = {ROW_TOKENS}",
         f"layers = {list(LAYERS)}",

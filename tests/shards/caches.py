@@ -62,7 +62,7 @@ def make_manifest(shape: CacheShape, plan: PlanArrays) -> Manifest:
         target=TargetConfig(
             path="models/tiny", hidden_size=shape.hidden_size, num_layers=9, vocab_size=100, mask_token_id=3
         ),
-        data=DataConfig(files=("data/tiny.jsonl",)),
+        data=DataConfig(files=("data/tiny.jsonl",), min_supervised_tokens=1),
         cache=CacheConfig(
             row_tokens=shape.row_tokens, layers=shape.layers, codec=shape.codec, final_hidden=shape.final_hidden
         ),

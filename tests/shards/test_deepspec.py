@@ -177,8 +177,8 @@ def test_samples_that_can_not_be_documents_are_counted(likes: dict[str, Path], t
     done = run("import", "--from", "deepspec", source, tmp_path / "cache", "--like", likes["bf16"])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1] == (
-        "1 samples left out (mask_token), 1 samples left out (no_anchor), 1 samples left out (outside_embedding), "
-        "1 truncated"
+        "1 samples left out (few_supervised), 1 samples left out (mask_token), "
+        "1 samples left out (outside_embedding), 1 truncated"
     )
     found = stored_documents(tmp_path / "cache")
     assert found.keys() == {1, 4}

@@ -151,7 +151,7 @@ def test_caches_of_different_shape_are_refused(
 def test_different_data_is_merged_if_that_is_said(caches: tuple[Path, Path], tmp_path: Path) -> None:
     other = tmp_path / "other"
     identity = replace(Identity(**IDENTITY), data="e" * 64)
-    make_with(other, SECOND, identity=identity, data=DataConfig(files=("data/more.jsonl",)))
+    make_with(other, SECOND, identity=identity, data=DataConfig(files=("data/more.jsonl",), min_supervised_tokens=1))
     assert "--different-data merges caches" in refusal("merge", tmp_path / "all", caches[0], other)
     report("merge", tmp_path / "all", caches[0], other, "--different-data")
     assert faults(tmp_path / "all") == []

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,13 +10,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shards.config import CacheConfig, DataConfig, TargetConfig
-from shards.documents import Document, Tokenised
+from shards.documents import Batch, Collector, Document, Limits, Tokenised
 from shards.errors import UsageError
 from shards.manifest import Plan
 from shards.plan import make_plan, pack, rows_per_shard
 from shards.schema import PLAN_COLUMNS, PlanArrays
 from tests.reference.packing import check_plan, heldout, least_rows
 
+LIMITS = Limits(row_tokens=1 << 17, over_length="drop", min_supervised_tokens=1, mask_token_id=3, vocab_size=300)
 TARGET = TargetConfig(path="t", hidden_size=8, num_layers=4, vocab_size=300, mask_token_id=3)
 
 
@@ -25,19 +27,24 @@ def document(record: int, length: int, source: str = "a", seed: int = 0) -> Docu
         record=record,
         source=source,
         token_ids=rng.integers(4, 300, length, dtype=np.int32),
-        loss_mask=rng.integers(0, 2, length, dtype=np.uint8),
+        loss_mask=np.concatenate([rng.integers(0, 2, length - 2, dtype=np.uint8), np.ones(2, np.uint8)]),
     )
 
 
 def plan_of(
     documents: Sequence[Document], row_tokens: int, holdout_fraction: float = 0.25, seed: int = 0
 ) -> tuple[Plan, PlanArrays]:
-    return make_plan(
-        Tokenised(documents=list(documents), num_left_out={}, num_truncated=0),
-        TARGET,
-        DataConfig(files=("f",), holdout_fraction=holdout_fraction, seed=seed),
-        CacheConfig(row_tokens=row_tokens, layers=(0, 2)),
-    )
+    data = DataConfig(files=("f",), holdout_fraction=holdout_fraction, seed=seed)
+    tokenised = collect(documents, seed=seed)
+    plan, layout = make_plan(tokenised, TARGET, data, CacheConfig(row_tokens=row_tokens, layers=(0, 2)))
+    return plan, layout.arrays(tokenised, Path())
+
+
+def collect(documents: Sequence[Document], seed: int = 0, batch_size: int = 7) -> Tokenised:
+    collector = Collector(Path())
+    for i in range(0, len(documents), batch_size):
+        collector.add(Batch.of(documents[i : i + batch_size], LIMITS, seed))
+    return collector.finish()
 
 
 def check(documents: Sequence[Document], plan: Plan, arrays: PlanArrays, row_tokens: int, fraction: float) -> None:
@@ -76,7 +83,7 @@ def test_every_document_is_planned_once_and_whole(
     window=st.integers(1, 64),
 )
 def test_packing_is_a_partition_for_any_window(lengths: list[int], row_tokens: int, window: int) -> None:
-    rows = pack(lengths, row_tokens, window)
+    rows = list(pack(lengths, row_tokens, window))
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in row) <= row_tokens for row in rows)
     # Best fit leaves no two rows that would fit into one, but for what the window could not see.
@@ -92,7 +99,7 @@ def test_rows_are_full_and_mixed(mean: float, sigma: float, row_tokens: int) -> 
     rng = np.random.default_rng(7)
     drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, 4000)
     lengths = np.clip(drawn, 8, row_tokens).astype(int)
-    rows = pack(lengths.tolist(), row_tokens)
+    rows = list(pack(lengths.tolist(), row_tokens))
     assert lengths.sum() / (len(rows) * row_tokens) >= 0.98
     # Neither long nor short documents are left for the end: a quarter of the rows has about a quarter of them.
     quarter = len(rows) // 4
@@ -104,11 +111,11 @@ def test_rows_are_full_and_mixed(mean: float, sigma: float, row_tokens: int) -> 
 def test_few_documents_are_packed_as_tightly() -> None:
     rng = np.random.default_rng(3)
     lengths = np.clip(rng.lognormal(np.log(200), 0.7, 200), 8, 2048).astype(int).tolist()
-    assert len(pack(lengths, 2048)) == least_rows(lengths, 2048)
+    assert len(list(pack(lengths, 2048))) == least_rows(lengths, 2048)
 
 
 def test_documents_that_fill_a_row_have_one_each() -> None:
-    assert pack([8, 8, 8], 8) == [[0], [1], [2]]
+    assert list(pack([8, 8, 8], 8)) == [[0], [1], [2]]
 
 
 def test_the_plan_is_a_pure_function() -> None:
@@ -168,7 +175,9 @@ def test_the_final_hidden_state_counts_as_a_layer() -> None:
 
 
 def test_nothing_left_is_said_with_the_reasons() -> None:
-    tokenised = Tokenised(documents=[], num_left_out={"no_anchor": 3, "empty": 1}, num_truncated=0)
+    collector = Collector(None)
+    collector.add(Batch.of([*((record, "no_anchor") for record in range(3)), (3, "empty")], LIMITS, 0))
+    tokenised = collector.finish()
     data, cache = DataConfig(files=("f",)), CacheConfig(row_tokens=64, layers=(0,))
     with pytest.raises(UsageError, match="empty 1, no_anchor 3"):
         make_plan(tokenised, TARGET, data, cache)
@@ -181,5 +190,5 @@ def test_all_held_out_is_refused() -> None:
 
 
 def test_too_many_sources_are_refused() -> None:
-    with pytest.raises(UsageError, match="256 sources, at most 255"):
+    with pytest.raises(UsageError, match=r"more than 255 sources, '255' is one.*data\.source_field"):
         plan_of([document(i, 5, source=str(i)) for i in range(256)], 64)

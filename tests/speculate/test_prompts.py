@@ -51,7 +51,7 @@ def test_only_the_first_are_taken(tmp_path: Path, encoder: Encoder) -> None:
 
 BAD_LINES = {
     "line 2 is not valid JSON": "{",
-    "line 2 must have either `messages` or `text`": {"question": "why"},
+    "line 2 must have `messages`, ": {"question": "why"},
     "line 2: text is 3": {"text": 3},
     "line 2 has no tokens": {"text": ""},
     "line 2 ends with the assistant's turn": {"messages": [{"role": "assistant", "content": "hi"}]},
