@@ -187,7 +187,7 @@ evaluate: $(READY) $(EMBEDDED)
 
 .PHONY: test
 test: $(READY)
-	$(PYTHON) -m pytest -m "not gpu"
+	$(PYTHON) -m pytest -m "not gpu" --numprocesses auto --maxprocesses 8 --dist loadfile
 
 .PHONY: test-kernels
 test-kernels: $(READY)

@@ -36,7 +36,7 @@ from extract.storing import Storing
 from extract.target import Target, num_run_layers, read_architecture
 from extract.worker import make_shards
 from shards.codec import CODECS, Encoded
-from shards.documents import Document, Tokenised
+from shards.documents import Batch, Collector, Document, Limits
 from shards.errors import RunError, UsageError, run_command
 from shards.manifest import Identity, Manifest
 from shards.plan import make_plan
@@ -95,15 +95,16 @@ def begin_cache(job: Job, *, num_tokens: int, mean_tokens: float, seed: int = 0)
         documents.append(Document(record=len(documents), source="random", token_ids=ids, loss_mask=mask))
         num_tokens -= length
     data = dataclasses.replace(job.data, holdout_fraction=0.0)
-    plan, arrays = make_plan(
-        Tokenised(documents=documents, num_left_out={}, num_truncated=0), job.target, data, job.cache
-    )
+    collector = Collector(job.directory.parent)
+    collector.add(Batch.of(documents, Limits.of(job.target, data, job.cache), data.seed))
+    tokenised = collector.finish()
+    plan, layout = make_plan(tokenised, job.target, data, job.cache)
     identity = Identity(target="", tokenizer="", chat_template="", data="")
     manifest = Manifest(
         target=job.target, data=data, cache=job.cache, identity=identity, plan=plan, checksums={}, software={}
     )
     with new_cache(job.directory) as staging:
-        arrays.write(staging / PLAN_DIRECTORY)
+        layout.arrays(tokenised, staging).write(staging / PLAN_DIRECTORY)
         publish_cache(job.directory, staging, manifest)
 
 

@@ -27,6 +27,7 @@ from shards.sections import ExtractConfig
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RETRY_S = 0.05  # after which an interrupt that came at a bad moment is answered
 TERMINATING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+ENDING_A_WORKER = (signal.SIGINT, signal.SIGTERM)  # the first when the launcher dies, the second from the launcher
 EXPECTED = tuple(kind.__name__ for kind in (UsageError, CacheError, RunError))  # they say all there is to be said
 
 
@@ -126,7 +127,14 @@ def _is_starting_a_process(frame: FrameType | None) -> bool:
 
 @record  # what it raises reaches the launcher with its traceback
 def _worker(job: Job, missing: Sequence[int], gpus: Sequence[str]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # by which torch ends it when the launcher dies
+    for number in ENDING_A_WORKER:
+        signal.signal(number, _exit)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(EXIT_FAILED))  # after its writer has ended
     work(job, missing, gpus)
+
+
+def _exit(_number: int, _frame: FrameType | None) -> None:
+    """Let a worker end as from an error, so that it waits for its writer, and the launcher counts what is kept."""
+    for number in ENDING_A_WORKER:
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(EXIT_FAILED)

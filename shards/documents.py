@@ -106,9 +106,7 @@ class Batch:
     source: tuple[str, ...]
     num_tokens: np.ndarray  # int32 [D]
     num_supervised: np.ndarray  # int32 [D]
-    content: (
-        np.ndarray
-    )  # uint64 [2 D], two for each: the first 16 bytes of the sha256 of the token ids; equal for copies only
+    content: np.ndarray  # uint64 [2 D], two for each: begin of the sha256 of the token ids; equal for copies only
     order: np.ndarray  # uint64 [D]: a hash of content, record and seed, by which documents are shuffled
     token_ids: np.ndarray  # int32 [tokens of all]
     loss_mask: np.ndarray  # uint8 [tokens of all]
