@@ -54,7 +54,11 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
     )
     order = RowOrder.of(config, plan)
     num_steps = order.num_steps(config.train)
+    started_s = time.monotonic()
+    if ranks.is_first and ranks.device.type == "cuda":
+        print(f"compiling the step, or taking what is in {config.train.compile_cache}", flush=True)
     trainer = Trainer(config, head, ranks, num_steps=num_steps)
+    ready_s = time.monotonic() - started_s
     feed = Feed(reader, config.drafter.target_layer_ids, trainer.rows)
 
     first_step = 0
@@ -82,7 +86,9 @@ def train(config: RunConfig, cache: Path, run: Path, checkpoint: Path | None) ->
         locked(run) if ranks.is_first else nullcontext(),
         closing(Progress(num_steps=num_steps, first_step=first_step, enabled=ranks.is_first)) as progress,
     ):
-        progress.say(f"training on {describe(ranks)}: steps {first_step}..{num_steps}, run {run}")
+        progress.say(
+            f"training on {describe(ranks)}: steps {first_step}..{num_steps}, run {run}; ready after {ready_s:.0f} s"
+        )
         clock = IntervalClock(first_step)
         keep_alive = partial(expect_a_step_within, config.train.stall_seconds)
         keep_alive()
